@@ -1,0 +1,1 @@
+"""The trainer and the engine compute the same number."""
