@@ -1,0 +1,262 @@
+// Sixteen fp32 lanes with one meaning on every instruction set.
+//
+// Every CPU kernel of Lockstep is written in terms of `F16`. One lane is one IEEE-754 fp32
+// number; each operation below rounds once, to nearest even, and `fma` is always fused. An
+// operation therefore yields the same bits whether the compiler targets AVX-512 (one register),
+// AVX2 (two registers) or plain C++ (an array), so the instruction set is not part of the
+// numerics contract. The sources must be compiled with -ffp-contract=off: the fusion is explicit.
+//
+// Order of reduction: `sum` and `max` fold the lanes by a fixed binary tree (i with i + 8, then
+// + 4, + 2, + 1). A row wider than 16 is first folded into lanes by index modulo 16, in order.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace lockstep {
+
+constexpr int kLanes = 16;
+
+// Element types of tensors that cross the C boundary; the values are mirrored in library.py.
+enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+inline float bf16_to_float(uint16_t bits) {
+  uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+inline uint16_t float_to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  bits += 0x7fffu + ((bits >> 16) & 1u);
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+#if defined(__F16C__)
+inline float f16_to_float(uint16_t bits) { return _cvtsh_ss(bits); }
+inline uint16_t float_to_f16(float value) {
+  return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#else
+inline float f16_to_float(uint16_t bits) {
+  _Float16 half;
+  std::memcpy(&half, &bits, sizeof half);
+  return static_cast<float>(half);
+}
+inline uint16_t float_to_f16(float value) {
+  _Float16 half = static_cast<_Float16>(value);
+  uint16_t bits;
+  std::memcpy(&bits, &half, sizeof bits);
+  return bits;
+}
+#endif
+
+#if defined(__AVX512F__)
+
+struct F16 { __m512 v; };
+
+inline F16 zero() { return {_mm512_setzero_ps()}; }
+inline F16 set1(float x) { return {_mm512_set1_ps(x)}; }
+inline F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, F16 a) { _mm512_storeu_ps(p, a.v); }
+inline F16 load_bf16(const uint16_t* p) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline F16 load_f16(const uint16_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F16 add(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F16 sub(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F16 mul(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F16 div(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+// a > b ? a : b, lane by lane; a NaN in either operand yields b, as max_ps does everywhere.
+inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F16 round_even(F16 a) {
+  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+
+#elif defined(__AVX2__)
+
+struct F16 { __m256 lo, hi; };
+
+inline F16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, F16 a) { _mm256_storeu_ps(p, a.lo); _mm256_storeu_ps(p + 8, a.hi); }
+inline __m256 widen_bf16(const uint16_t* p) {
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline F16 load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
+inline F16 load_f16(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+inline F16 fma(F16 a, F16 b, F16 c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline F16 add(F16 a, F16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline F16 sub(F16 a, F16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline F16 mul(F16 a, F16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline F16 div(F16 a, F16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline F16 max(F16 a, F16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline F16 min(F16 a, F16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+inline F16 round_even(F16 a) {
+  return {_mm256_round_ps(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+          _mm256_round_ps(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+
+#else
+
+struct F16 { float v[kLanes]; };
+
+#define LOCKSTEP_LANEWISE(expression) \
+  F16 r;                              \
+  for (int i = 0; i < kLanes; ++i) r.v[i] = (expression); \
+  return r
+
+inline F16 zero() { LOCKSTEP_LANEWISE(0.0f); }
+inline F16 set1(float x) { LOCKSTEP_LANEWISE(x); }
+inline F16 load(const float* p) { LOCKSTEP_LANEWISE(p[i]); }
+inline void store(float* p, F16 a) { std::memcpy(p, a.v, sizeof a.v); }
+inline F16 load_bf16(const uint16_t* p) { LOCKSTEP_LANEWISE(bf16_to_float(p[i])); }
+inline F16 load_f16(const uint16_t* p) { LOCKSTEP_LANEWISE(f16_to_float(p[i])); }
+inline F16 fma(F16 a, F16 b, F16 c) { LOCKSTEP_LANEWISE(__builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
+inline F16 add(F16 a, F16 b) { LOCKSTEP_LANEWISE(a.v[i] + b.v[i]); }
+inline F16 sub(F16 a, F16 b) { LOCKSTEP_LANEWISE(a.v[i] - b.v[i]); }
+inline F16 mul(F16 a, F16 b) { LOCKSTEP_LANEWISE(a.v[i] * b.v[i]); }
+inline F16 div(F16 a, F16 b) { LOCKSTEP_LANEWISE(a.v[i] / b.v[i]); }
+inline F16 max(F16 a, F16 b) { LOCKSTEP_LANEWISE(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+inline F16 min(F16 a, F16 b) { LOCKSTEP_LANEWISE(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+inline F16 round_even(F16 a) { LOCKSTEP_LANEWISE(__builtin_rintf(a.v[i])); }
+
+#undef LOCKSTEP_LANEWISE
+
+#endif
+
+inline void store_bf16(uint16_t* p, F16 a) {
+  float lanes[kLanes];
+  store(lanes, a);
+  for (int i = 0; i < kLanes; ++i) p[i] = float_to_bf16(lanes[i]);
+}
+
+inline void store_f16(uint16_t* p, F16 a) {
+  float lanes[kLanes];
+  store(lanes, a);
+  for (int i = 0; i < kLanes; ++i) p[i] = float_to_f16(lanes[i]);
+}
+
+// 2^n for integral n in [-126, 127], lane by lane.
+inline F16 exp2_integer(F16 n) {
+  float lanes[kLanes];
+  store(lanes, n);
+  float powers[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(lanes[i]) + 127) << 23;
+    std::memcpy(&powers[i], &bits, sizeof bits);
+  }
+  return load(powers);
+}
+
+inline float sum(F16 a) {
+  float v[kLanes];
+  store(v, a);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) v[i] = v[i] + v[i + half];
+  return v[0];
+}
+
+inline float max(F16 a) {
+  float v[kLanes];
+  store(v, a);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
+  return v[0];
+}
+
+// exp(x) to within 2 ulp: x = n ln 2 + r, |r| <= ln 2 / 2, a degree-6 polynomial in r (minimax
+// coefficients of the Cephes library), 2^n by its exponent bits. Results below 2^-126 are 0,
+// above the range +inf; exp(-inf) = 0 and NaN stays NaN.
+inline F16 exp(F16 x) {
+  const F16 n = round_even(mul(min(max(set1(-88.0f), x), set1(89.0f)), set1(1.44269504088896341f)));
+  F16 r = fma(n, set1(-0.693359375f), min(max(set1(-88.0f), x), set1(89.0f)));
+  r = fma(n, set1(2.12194440e-4f), r);
+  F16 p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = add(fma(p, mul(r, r), r), set1(1.0f));
+  // n may reach 128; split the power so that neither factor leaves the normal range.
+  const F16 half = round_even(mul(n, set1(0.5f)));
+  F16 y = mul(mul(p, exp2_integer(half)), exp2_integer(sub(n, half)));
+  float in[kLanes], out[kLanes];
+  store(in, x);
+  store(out, y);
+  for (int i = 0; i < kLanes; ++i) {
+    if (in[i] != in[i]) out[i] = in[i];
+    else if (in[i] < -87.336544f) out[i] = 0.0f;
+    else if (in[i] > 88.722839f) out[i] = std::numeric_limits<float>::infinity();
+  }
+  return load(out);
+}
+
+// The first `count` lanes from memory, the rest `fill`.
+inline F16 load_partial(const float* p, int count, float fill = 0.0f) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i < count ? p[i] : fill;
+  return load(lanes);
+}
+
+inline F16 load_any(const void* base, int64_t index, DType dtype) {
+  if (dtype == kBFloat16) return load_bf16(static_cast<const uint16_t*>(base) + index);
+  if (dtype == kFloat16) return load_f16(static_cast<const uint16_t*>(base) + index);
+  return load(static_cast<const float*>(base) + index);
+}
+
+inline float load_scalar(const void* base, int64_t index, DType dtype) {
+  if (dtype == kBFloat16) return bf16_to_float(static_cast<const uint16_t*>(base)[index]);
+  if (dtype == kFloat16) return f16_to_float(static_cast<const uint16_t*>(base)[index]);
+  return static_cast<const float*>(base)[index];
+}
+
+inline void store_scalar(void* base, int64_t index, DType dtype, float value) {
+  if (dtype == kBFloat16) static_cast<uint16_t*>(base)[index] = float_to_bf16(value);
+  else if (dtype == kFloat16) static_cast<uint16_t*>(base)[index] = float_to_f16(value);
+  else static_cast<float*>(base)[index] = value;
+}
+
+inline F16 load_any_partial(const void* base, int64_t index, DType dtype, int count,
+                            float fill = 0.0f) {
+  if (count >= kLanes) return load_any(base, index, dtype);
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i < count ? load_scalar(base, index + i, dtype) : fill;
+  return load(lanes);
+}
+
+inline void store_any_partial(void* base, int64_t index, DType dtype, F16 a, int count) {
+  if (count >= kLanes) {
+    if (dtype == kBFloat16) store_bf16(static_cast<uint16_t*>(base) + index, a);
+    else if (dtype == kFloat16) store_f16(static_cast<uint16_t*>(base) + index, a);
+    else store(static_cast<float*>(base) + index, a);
+    return;
+  }
+  float lanes[kLanes];
+  store(lanes, a);
+  for (int i = 0; i < count; ++i) store_scalar(base, index + i, dtype, lanes[i]);
+}
+
+}  // namespace lockstep
