@@ -1,0 +1,1 @@
+"""The asynchronous trainer: rollout engines and a learner around one model definition."""
