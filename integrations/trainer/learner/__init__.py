@@ -1,0 +1,1 @@
+"""The embedded learner: policy-gradient steps on the model definition that the engine runs."""
