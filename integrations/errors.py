@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 __all__ = [
+    "BufferStateError",
     "CheckpointError",
     "IntegrationError",
+    "JournalError",
     "ModelConfigError",
+    "ModelSourceError",
+    "RecipeError",
     "RequestError",
+    "RunLockError",
     "SwapError",
+    "TaskError",
+    "TokenizerError",
     "TrajectoryError",
 ]
 
@@ -34,3 +41,31 @@ class SwapError(IntegrationError, ValueError):
 
 class TrajectoryError(IntegrationError, ValueError):
     """A trajectory contradicts itself or its bytes are damaged."""
+
+
+class BufferStateError(IntegrationError, ValueError):
+    """A trajectory or group does not fit the state of the buffer: unknown, duplicate or not admitted."""
+
+
+class JournalError(IntegrationError):
+    """The journal of a run is damaged, contradicts itself, or cannot be written."""
+
+
+class ModelSourceError(IntegrationError):
+    """The model that a recipe names cannot be found, imported or read."""
+
+
+class RecipeError(IntegrationError, ValueError):
+    """A recipe is malformed, or asks for something impossible; one line that names the field."""
+
+
+class RunLockError(IntegrationError):
+    """A run directory is in use by another process, or cannot be locked."""
+
+
+class TaskError(IntegrationError, ValueError):
+    """A task does not exist, is configured wrongly, or cannot give what it is asked for."""
+
+
+class TokenizerError(IntegrationError, ValueError):
+    """A text or token id does not fit the tokenizer, or the tokenizer cannot be loaded."""
