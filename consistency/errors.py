@@ -1,7 +1,7 @@
 """Exceptions of the consistency package.
 
-Everything raised on purpose by ``consistency`` derives from `ConsistencyError`, so that a caller can
-catch the whole package with one clause, and also from `ValueError` or `RuntimeError`, so that
+Everything raised on purpose by ``consistency`` derives from `ConsistencyError`, so that a caller
+can catch the whole package with one clause, and also from `ValueError` or `RuntimeError`, so that
 code which does not know the package still catches it sensibly.
 """
 
@@ -17,7 +17,8 @@ class InvalidInputError(ConsistencyError, ValueError):
 
 
 class UnsupportedError(ConsistencyError, ValueError):
-    """A well-formed request that this release does not honour, and will not approximate in silence."""
+    """A well-formed request that this release does not honour, and will not approximate in
+    silence."""
 
 
 class ContractMismatchError(ConsistencyError, ValueError):
@@ -33,4 +34,5 @@ class RoutingTraceError(ConsistencyError, ValueError):
 
 
 class RoutingReplayError(ConsistencyError, RuntimeError):
-    """Recording or replaying went out of order: a layer missed, visited twice, or left unconsumed."""
+    """Recording or replaying went out of order: a layer missed, visited twice, or left
+    unconsumed."""
