@@ -7,15 +7,18 @@ __all__ = [
     "CheckpointError",
     "IntegrationError",
     "JournalError",
+    "LearnerError",
     "ModelConfigError",
     "ModelSourceError",
     "RecipeError",
     "RequestError",
+    "RunError",
     "RunLockError",
     "SwapError",
     "TaskError",
     "TokenizerError",
     "TrajectoryError",
+    "WorkerLostError",
 ]
 
 
@@ -44,7 +47,7 @@ class TrajectoryError(IntegrationError, ValueError):
 
 
 class BufferStateError(IntegrationError, ValueError):
-    """A trajectory or group does not fit the state of the buffer: unknown, duplicate or not admitted."""
+    """A sample or group does not fit the state of the buffer: unknown, duplicate, not admitted."""
 
 
 class JournalError(IntegrationError):
@@ -69,3 +72,15 @@ class TaskError(IntegrationError, ValueError):
 
 class TokenizerError(IntegrationError, ValueError):
     """A text or token id does not fit the tokenizer, or the tokenizer cannot be loaded."""
+
+
+class RunError(IntegrationError):
+    """A training run cannot start, or cannot go on."""
+
+
+class WorkerLostError(RunError):
+    """A worker process died, or made no progress for as long as the watchdog allows."""
+
+
+class LearnerError(IntegrationError):
+    """The learner cannot take its next step (for example, a loss or gradient is not finite)."""

@@ -20,11 +20,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from integrations.trainer.errors import WorkerLostError
+from integrations.errors import WorkerLostError
 from integrations.trainer.messages import FromWorker, Stop, ToWorker
-from weightplane.channel import Channel, ChannelClosedError, ChannelError
+from weightplane.channel import Channel, channel_pair
+from weightplane.errors import ChannelClosedError, ChannelError, StalledError
 
 STOP_GRACE_SECONDS = 10.0
+# A worker's control thread does nothing but read, so a full socket means that it is stopped.
+SEND_TIMEOUT_SECONDS = 30.0
+LISTEN_SECONDS = 3600.0
 # A single trajectory with its routing trace must fit in one frame.
 FRAME_LIMIT_BYTES = 1 << 30
 
@@ -60,9 +64,9 @@ class Worker:
             WorkerLostError: the worker is gone.
         """
         try:
-            self.channel.send(message)
-        except ChannelError as error:
-            raise WorkerLostError(f"{self.name}: {self.describe_exit()}") from error
+            self.channel.send(message, timeout=SEND_TIMEOUT_SECONDS)
+        except (ChannelError, StalledError) as error:
+            raise WorkerLostError(f"{self.name} cannot be reached: {error}") from error
 
     def describe_exit(self) -> str:
         """One clause that says how the process ended."""
@@ -93,7 +97,7 @@ class WorkerPool:
         self, role: str, name: str, *, weight_sockets: Sequence[socket.socket] = ()
     ) -> Worker:
         """Start a worker; `weight_sockets` are inherited by it and closed here."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, theirs = channel_pair()
         inherited = [theirs.fileno(), *(end.fileno() for end in weight_sockets)]
         self._log_folder.mkdir(parents=True, exist_ok=True)
         log = self._log_folder / f"{name}.log"
@@ -112,7 +116,7 @@ class WorkerPool:
         theirs.close()
         for end in weight_sockets:
             end.close()
-        channel = Channel(ours, receives=FromWorker, limit=FRAME_LIMIT_BYTES)
+        channel = Channel(ours, message_type=FromWorker, max_message_bytes=FRAME_LIMIT_BYTES)
         worker = Worker(name=name, process=process, channel=channel, log=log)
         self._workers.append(worker)
         threading.Thread(
@@ -123,24 +127,26 @@ class WorkerPool:
     def _listen(self, worker: Worker) -> None:
         while True:
             try:
-                message, descriptors = worker.channel.receive()
+                arrived = worker.channel.receive(LISTEN_SECONDS)
+            except StalledError:
+                continue
             except ChannelClosedError:
                 self.inbox.put((worker, WorkerLost(worker.describe_exit())))
                 return
             except (ChannelError, OSError) as error:
                 self.inbox.put((worker, WorkerLost(f"unreadable control socket: {error}")))
                 return
-            for descriptor in descriptors:
-                descriptor.close()
             worker.last_message_at = time.monotonic()
-            self.inbox.put((worker, message))
+            for received in arrived:
+                self.inbox.put((worker, received.message))
 
     def stop(self, *, grace: float = STOP_GRACE_SECONDS) -> None:
         """Ask every worker to stop, wait, and kill what is left. Never raises for a dead worker."""
         for worker in self._workers:
-            with contextlib.suppress(WorkerLostError):
-                if worker.process.poll() is None:
-                    worker.channel.send_nowait_or_skip(Stop())
+            if worker.process.poll() is None:
+                with contextlib.suppress(ChannelError):
+                    worker.channel.queue(Stop())
+                    worker.channel.flush()
         deadline = time.monotonic() + grace
         for worker in self._workers:
             try:

@@ -18,10 +18,14 @@ import traceback
 
 from consistency.errors import ConsistencyError
 from integrations.errors import IntegrationError
-from integrations.trainer.launcher import FRAME_LIMIT_BYTES
-from integrations.trainer.messages import FromWorker, Stop, ToWorker, WorkerFailed
-from weightplane.channel import Channel, ChannelError
-from weightplane.errors import WeightPlaneError
+from integrations.trainer.launcher import (
+    FRAME_LIMIT_BYTES,
+    LISTEN_SECONDS,
+    SEND_TIMEOUT_SECONDS,
+)
+from integrations.trainer.messages import FromWorker, ToWorker, WorkerFailed
+from weightplane.channel import Channel
+from weightplane.errors import ChannelError, StalledError, WeightPlaneError
 
 EXIT_CONTROLLER_GONE = 3
 EXIT_FAILED = 4
@@ -43,8 +47,8 @@ class ControlLink:
         """Deliver one message; ends the process when the controller is gone."""
         try:
             with self._send_lock:
-                self._channel.send(message)
-        except ChannelError:
+                self._channel.send(message, timeout=SEND_TIMEOUT_SECONDS)
+        except (ChannelError, StalledError):
             os._exit(EXIT_CONTROLLER_GONE)
 
     def post(self, item: object) -> None:
@@ -54,15 +58,14 @@ class ControlLink:
     def _listen(self) -> None:
         while True:
             try:
-                message, descriptors = self._channel.receive()
+                arrived = self._channel.receive(LISTEN_SECONDS)
+            except StalledError:
+                continue
             except (ChannelError, OSError):
                 # The main thread may be inside a long kernel; only _exit ends it now.
                 os._exit(EXIT_CONTROLLER_GONE)
-            for descriptor in descriptors:
-                descriptor.close()
-            self.inbox.put(message)
-            if isinstance(message, Stop):
-                return
+            for received in arrived:
+                self.inbox.put(received.message)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,7 +77,9 @@ def main(arguments: list[str] | None = None) -> int:
     # Ctrl-C reaches the whole process group; only the controller acts on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(
-        socket.socket(fileno=options.control_fd), receives=ToWorker, limit=FRAME_LIMIT_BYTES
+        socket.socket(fileno=options.control_fd),
+        message_type=ToWorker,
+        max_message_bytes=FRAME_LIMIT_BYTES,
     )
     link = ControlLink(channel)
     weight_sockets = [socket.socket(fileno=descriptor) for descriptor in options.weights_fd]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from integrations.trainer.errors import LearnerError
+from integrations.errors import LearnerError
 from integrations.trainer.trajectory import Trajectory
 
 
@@ -46,7 +46,7 @@ class PackedBatch:
         targets: int64 [tokens], that next token.
         rollout_logprobs: fp32 [tokens], as reported by the rollout engine.
         advantages: fp32 [tokens].
-        sequence_ids: int64 [tokens], index of the trajectory in this batch.
+        token_cu_seqlens: int32 [sequences + 1], offsets of each trajectory's trained tokens.
         routes: expert ids to replay, or None.
     """
 
@@ -57,7 +57,7 @@ class PackedBatch:
     targets: Tensor
     rollout_logprobs: Tensor
     advantages: Tensor
-    sequence_ids: Tensor
+    token_cu_seqlens: Tensor
     routes: ReplayedRoutes | None
 
 
@@ -97,8 +97,8 @@ def pack(
     targets: list[int] = []
     logprobs: list[float] = []
     per_token_advantages: list[float] = []
-    sequence_ids: list[int] = []
-    for index, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True)):
+    token_offsets = [0]
+    for trajectory, advantage in zip(trajectories, advantages, strict=True):
         rows = len(trajectory.token_ids) - 1
         base = offsets[-1]
         tokens.extend(trajectory.token_ids[:-1])
@@ -111,7 +111,7 @@ def pack(
                 targets.append(trajectory.token_ids[token])
                 logprobs.append(logprob)
                 per_token_advantages.append(advantage)
-                sequence_ids.append(index)
+        token_offsets.append(len(targets))
     return PackedBatch(
         token_ids=torch.tensor(tokens, dtype=torch.int64),
         positions=torch.cat(positions),
@@ -120,7 +120,7 @@ def pack(
         targets=torch.tensor(targets, dtype=torch.int64),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         advantages=torch.tensor(per_token_advantages, dtype=torch.float32),
-        sequence_ids=torch.tensor(sequence_ids, dtype=torch.int64),
+        token_cu_seqlens=torch.tensor(token_offsets, dtype=torch.int32),
         routes=_concatenate_routes(trajectories) if replay else None,
     )
 
@@ -151,30 +151,30 @@ def _concatenate_routes(trajectories: Sequence[Trajectory]) -> ReplayedRoutes:
 
 def pack_supervised(examples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> PackedBatch:
     """Pack (prompt, answer) token pairs; every answer token is a target of weight one."""
-    trajectories_tokens: list[int] = []
+    tokens: list[int] = []
     positions: list[Tensor] = []
     offsets = [0]
     selected: list[int] = []
     targets: list[int] = []
-    sequence_ids: list[int] = []
-    for index, (prompt, answer) in enumerate(examples):
+    token_offsets = [0]
+    for prompt, answer in examples:
         row_tokens = [*prompt, *answer]
         base = offsets[-1]
-        trajectories_tokens.extend(row_tokens[:-1])
+        tokens.extend(row_tokens[:-1])
         positions.append(torch.arange(len(row_tokens) - 1, dtype=torch.int64))
         offsets.append(base + len(row_tokens) - 1)
         first = base + len(prompt) - 1
         selected.extend(range(first, first + len(answer)))
         targets.extend(answer)
-        sequence_ids.extend([index] * len(answer))
+        token_offsets.append(len(targets))
     return PackedBatch(
-        token_ids=torch.tensor(trajectories_tokens, dtype=torch.int64),
+        token_ids=torch.tensor(tokens, dtype=torch.int64),
         positions=torch.cat(positions),
         cu_seqlens=torch.tensor(offsets, dtype=torch.int32),
         selected=torch.tensor(selected, dtype=torch.int64),
         targets=torch.tensor(targets, dtype=torch.int64),
         rollout_logprobs=torch.zeros(len(targets), dtype=torch.float32),
         advantages=torch.ones(len(targets), dtype=torch.float32),
-        sequence_ids=torch.tensor(sequence_ids, dtype=torch.int64),
+        token_cu_seqlens=torch.tensor(token_offsets, dtype=torch.int32),
         routes=None,
     )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from integrations.trainer.errors import LearnerError
+from integrations.errors import LearnerError
 
 STATE_GROUPS = ("master", "exp_avg", "exp_avg_sq")
 
@@ -63,6 +63,7 @@ class MasterOptimizer:
             fused=True,
         )
         self._steps = 0
+        self._rate_scale = 1.0
 
     @property
     def steps(self) -> int:
@@ -95,15 +96,15 @@ class MasterOptimizer:
         norm = self.gradient_norm()
         if not math.isfinite(norm):
             raise LearnerError(
-                f"gradient norm is {norm} at optimizer step {self._steps}; the weights were not "
-                "changed; lower learner.learning_rate or learner.gradient_clip"
+                f"the gradient norm is {norm} at optimizer step {self._steps + 1}; this update was "
+                "not applied; lower learner.learning_rate or learner.gradient_clip"
             )
         if norm > self._gradient_clip:
             scale = self._gradient_clip / norm
             for master in self._master.values():
                 if master.grad is not None:
                     master.grad.mul_(scale)
-        rate = self._learning_rate
+        rate = self._learning_rate * self._rate_scale
         if self._steps < self._warmup_steps:
             rate *= (self._steps + 1) / (self._warmup_steps + 1)
         for group in self._adamw.param_groups:
@@ -118,7 +119,12 @@ class MasterOptimizer:
         self._learning_rate = learning_rate
         self._warmup_steps = warmup_steps
         self._steps = 0
+        self._rate_scale = 1.0
         self._adamw.state.clear()
+
+    def scale_rate(self, factor: float) -> None:
+        """Multiply the learning rate of the coming steps, for a schedule kept by the caller."""
+        self._rate_scale = factor
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Everything a resumed run needs, by group and weight name (no copies)."""
