@@ -25,9 +25,18 @@ import msgspec
 from consistency.routing_replay.trace import RoutingTrace, Segment
 from integrations.errors import RequestError, TrajectoryError
 
-__all__ = ["FinishReason", "GenerationRequest", "Segment", "Trajectory"]
+__all__ = [
+    "FinishReason",
+    "GenerationRequest",
+    "ORIGINS",
+    "Origin",
+    "Segment",
+    "Trajectory",
+]
 
 FinishReason = Literal["stop", "length", "aborted"]
+Origin = Literal["generated", "prefilled", "re_prefilled", "cached"]
+ORIGINS: tuple[Origin, ...] = get_args(Origin)
 
 _SCHEMA = 1
 _MAGIC = b"LSTJ"
@@ -250,8 +259,6 @@ class _Wire(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     temperature: float
     contract_digest: str
     finish_reason: FinishReason
-    segments: tuple[
-        tuple[int, int, int, Literal["generated", "prefilled", "re_prefilled", "cached"]], ...
-    ]
+    segments: tuple[tuple[int, int, int, Origin], ...]
     routing: bytes | None
     reward: float | None
