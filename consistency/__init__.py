@@ -1,1 +1,38 @@
-"""The trainer and the engine compute the same number."""
+"""The trainer and the engine compute the same number; what remains is measured and corrected.
+
+Importing this package needs torch alone. `consistency.kernels` holds the kernels and is imported on
+its own, because it loads a compiled library.
+"""
+
+from __future__ import annotations
+
+from consistency import correction, metrics, routing_replay
+from consistency.contract import NumericsContract
+from consistency.errors import (
+    ConsistencyError,
+    ContractMismatchError,
+    InvalidInputError,
+    KernelLibraryError,
+    RoutingReplayError,
+    RoutingTraceError,
+    UnsupportedError,
+)
+from consistency.metrics import MismatchMetrics, mismatch_metrics
+from consistency.routing_replay import RoutingTrace
+
+__all__ = [
+    "ConsistencyError",
+    "ContractMismatchError",
+    "InvalidInputError",
+    "KernelLibraryError",
+    "MismatchMetrics",
+    "NumericsContract",
+    "RoutingReplayError",
+    "RoutingTrace",
+    "RoutingTraceError",
+    "UnsupportedError",
+    "correction",
+    "metrics",
+    "mismatch_metrics",
+    "routing_replay",
+]

@@ -178,7 +178,7 @@ def _lengths_of(cu_seqlens: Tensor, values: Tensor) -> Tensor:
     lengths = starts.diff()
     if int(starts[0]) != 0 or int(starts[-1]) != values.shape[0] or bool((lengths < 0).any()):
         raise InvalidInputError(
-            f"cu_seqlens runs from {int(starts[0])} to {int(starts[-1])}: it must start at 0, never "
-            f"decrease, and end at the number of tokens, {values.shape[0]}"
+            f"cu_seqlens runs from {int(starts[0])} to {int(starts[-1])}: it must start "
+            f"at 0, never decrease, and end at the number of tokens, {values.shape[0]}"
         )
     return lengths
