@@ -1,7 +1,7 @@
 """Reading a run: from the lines of ``metrics.jsonl`` to one immutable `RunRecord`.
 
-A run directory is read as it is found. The process may have been killed in the middle of a line, the
-run may be going on, may have failed, or may have been resumed several times; none of that is an
+A run directory is read as it is found. The process may have been killed in the middle of a line,
+the run may be going on, may have failed, or may have been resumed several times; none of that is an
 error. What could not be used is said in `RunRecord.notes`.
 """
 
@@ -119,10 +119,10 @@ def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         raise ReportError(f"{path}: holds no event yet; start the run, or wait until it has begun")
     notes = []
     if unreadable:
-        noun = "line" if unreadable == 1 else "lines"
+        subject = "1 line" if unreadable == 1 else f"{unreadable:,} lines"
         notes.append(
-            f"{unreadable} {noun} of {path.name} could not be read and {'is' if unreadable == 1 else 'are'}"
-            " left out (a process that is killed while it writes leaves such a line behind)."
+            f"{subject} of {path.name} could not be read and had to be left out (a process that is"
+            " killed while it writes leaves such a line behind)."
         )
     return events, notes
 
@@ -187,7 +187,10 @@ def _record(folder: Path, events: Sequence[dict[str, Any]], notes: list[str]) ->
         checkpoints=tables["checkpoint"],
         warm_start=tables["warm_start"],
         samples=tables["sample"],
-        summary={**computed, **{key: value for key, value in finished.items() if value is not None}},
+        summary={
+            **computed,
+            **{key: value for key, value in finished.items() if value is not None},
+        },
         notes=tuple(notes),
     )
 

@@ -15,9 +15,7 @@ from integrations.report.table import Floats, Table
 __all__ = ["summarise"]
 
 
-def summarise(
-    *, steps: Table, evaluations: Table, swaps: Table, rollouts: Table
-) -> dict[str, Any]:
+def summarise(*, steps: Table, evaluations: Table, swaps: Table, rollouts: Table) -> dict[str, Any]:
     """The keys of ``lockstep train --json``; what the events do not tell is None.
 
     `k3_kl` and `router_flip_rate` are means over the audited tokens; `max_abs_diff`,

@@ -37,7 +37,7 @@ class Table:
 
     def last_per(self, name: str) -> Table:
         """One row per value of a column, the last one, in the order of the column."""
-        latest = {row.get(name): row for row in self.rows if _number(row.get(name)) is not np.nan}
+        latest = {row[name]: row for row in self.rows if np.isfinite(_number(row.get(name)))}
         return Table(latest.values()).sorted_by(name)
 
 
