@@ -1,8 +1,7 @@
 // What library.py asks a freshly loaded library: does it fit this package, and what can the
 // processor run?
-#include <cstdint>
+#include "typed.hpp"
 
-#define LOCKSTEP_API extern "C" __attribute__((visibility("default")))
 
 namespace {
 constexpr int32_t kRevision = 1;

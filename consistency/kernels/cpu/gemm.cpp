@@ -1,0 +1,322 @@
+// Drives matrix products: cuts them into tiles, one thread per tile, and runs each tile over all
+// of K. The cut serves speed alone; the order of reduction is stated in gemm.hpp.
+#include "gemm.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <new>
+
+#include "ieee_mode.hpp"
+#include "microkernel.hpp"
+#include "scratch.hpp"
+
+namespace lockstep {
+namespace {
+
+// Rows of A that are packed at once: 192 x 256 fp32 numbers lie in a level-2 cache.
+constexpr int64_t kMostRows = 192;
+constexpr int64_t kMostColumns = 256;
+constexpr int64_t kFewestColumns = 64;
+// Steps in k for which `stream` widens its rows of A at once.
+constexpr int64_t kStreamDepth = 2048;
+// Multiply-adds that pay for waking a thread.
+constexpr int64_t kGrain = int64_t{1} << 18;
+constexpr int64_t kTilesPerThread = 4;
+
+struct Tile {
+  const Product* product;
+  int64_t row, rows, column, columns;
+};
+
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+int64_t element_size(DType dtype) { return dtype == kFloat32 ? 4 : 2; }
+
+const void* at(const Operand& operand, int64_t row, int64_t column) {
+  return static_cast<const char*>(operand.data) +
+         (row * operand.row_stride + column * operand.column_stride) * element_size(operand.dtype);
+}
+
+void pack_operand(const Operand& operand, int64_t row, int64_t column, int64_t rows,
+                  int64_t columns, float* out, int64_t ld) {
+  pack(at(operand, row, column), operand.row_stride, operand.column_stride, operand.dtype, rows,
+       columns, out, ld);
+}
+
+// Continues the chains of partial[rows][ld] for columns [column, column + columns) of the product
+// over k in [begin, end); starts them when `fresh`.
+void packed_tile(const Product& product, int64_t row, int64_t rows, int64_t column, int64_t columns,
+                 int64_t begin, int64_t end, bool fresh, float* partial, int64_t ld, float* a,
+                 float* b) {
+  for (int64_t k = begin; k < end; k += kDepth) {
+    const int64_t depth = std::min(kDepth, end - k);
+    const bool first = fresh && k == begin;
+    pack_operand(product.a, row, k, rows, depth, a, kDepth);
+    for (int64_t c = 0; c < columns; c += kTilePanels * kLanes) {
+      int panels = 0;
+      for (; panels < kTilePanels && c + panels * kLanes < columns; ++panels) {
+        const int64_t offset = c + panels * kLanes;
+        const int64_t width = std::min<int64_t>(kLanes, columns - offset);
+        float* panel = b + panels * kPanel;
+        if (width < kLanes) std::fill(panel, panel + depth * kLanes, 0.0f);
+        pack_operand(product.b, k, column + offset, depth, width, panel, kLanes);
+      }
+      if (panels == kTilePanels)
+        tile_rows<kTilePanels>(rows, a, b, depth, partial + c, ld, first);
+      else
+        tile_rows<1>(rows, a, b, depth, partial + c, ld, first);
+    }
+  }
+}
+
+#if defined(__AVX2__)
+// Calls body(std::integral_constant<int, rows>) for rows in [1, kStreamRows].
+template <int kRows = 1, typename Body>
+void with_rows(int64_t rows, Body&& body) {
+  if constexpr (kRows < kStreamRows) {
+    if (rows > kRows) return with_rows<kRows + 1>(rows, body);
+  }
+  body(std::integral_constant<int, kRows>{});
+}
+
+bool streams(const Product& product) {
+  return product.m <= kStreamRows && product.b.row_stride == 1 && product.n >= 8;
+}
+
+// The same for a tile of few rows whose columns are a multiple of eight, contiguous in k.
+void streamed_tile(const Product& product, int64_t rows, int64_t column, int64_t columns,
+                   int64_t begin, int64_t end, bool fresh, float* partial, int64_t ld, float* a) {
+  constexpr int64_t kGroups = 4;
+  alignas(64) float sums[kMostColumns * kStreamRows];
+  for (int64_t c = 0; c < columns; ++c)
+    for (int64_t r = 0; r < rows; ++r)
+      sums[(c / 8 * rows + r) * 8 + c % 8] = fresh ? 0.0f : partial[r * ld + c];
+  for (int64_t k = begin; k < end; k += kStreamDepth) {
+    const int64_t depth = std::min(kStreamDepth, end - k);
+    pack_operand(product.a, 0, k, rows, depth, a, kStreamDepth);
+    with_type(product.b.dtype, [&](auto type) {
+      constexpr DType kType = decltype(type)::value;
+      const auto* b = static_cast<const Element<kType>*>(at(product.b, k, column));
+      const int64_t stride = product.b.column_stride;
+      with_rows(rows, [&](auto count) {
+        constexpr int kRows = decltype(count)::value;
+        for (int64_t c = 0; c < columns; c += 8 * kGroups)
+          stream_columns<kRows, kType>(a, kStreamDepth, b + c * stride, stride,
+                                       std::min(kGroups, (columns - c) / 8), depth,
+                                       sums + c * kRows);
+      });
+    });
+  }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < columns; c += 8)
+      std::copy_n(sums + (c / 8 * rows + r) * 8, 8, partial + r * ld + c);
+}
+#endif
+
+// Adds bias, rounds once and stores.
+void finish(const Product& product, const Tile& tile, const float* partial, int64_t ld) {
+  const Result& c = product.c;
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const float* row = partial + r * ld;
+    const int64_t base = (tile.row + r) * c.row_stride + tile.column * c.column_stride;
+    if (c.column_stride == 1) {
+      for (int64_t i = 0; i < tile.columns; i += kLanes) {
+        const int count = static_cast<int>(std::min<int64_t>(kLanes, tile.columns - i));
+        F16 value = load(row + i);
+        if (product.bias != nullptr)
+          value = add(value, load_any_partial(product.bias, tile.column + i, product.bias_dtype, count));
+        if (product.mode == kAccumulate)
+          value = add(load_any_partial(c.data, base + i, c.dtype, count), value);
+        store_any_partial(c.data, base + i, c.dtype, value, count);
+      }
+      continue;
+    }
+    for (int64_t i = 0; i < tile.columns; ++i) {
+      const int64_t index = base + i * c.column_stride;
+      float value = row[i];
+      if (product.bias != nullptr)
+        value += load_scalar(product.bias, tile.column + i, product.bias_dtype);
+      if (product.mode == kAccumulate) value = load_scalar(c.data, index, c.dtype) + value;
+      store_scalar(c.data, index, c.dtype, value);
+    }
+  }
+}
+
+// Computes one tile of a product; false when there is no memory for its scratch buffers.
+bool run_tile(const Tile& tile) {
+  const Product& product = *tile.product;
+  const int64_t ld = round_up(tile.columns, kTilePanels * kLanes);
+  const int64_t size = tile.rows * ld;
+  int64_t levels = 1;
+  while ((int64_t{1} << (levels - 1)) < product.chunks) ++levels;
+
+  thread_local Scratch scratch;
+  constexpr int64_t kPacked = kMostRows * kDepth + kTilePanels * kPanel;
+  static_assert(kPacked >= 8 * kStreamDepth, "stream uses the same space");
+  float* a = scratch.reserve(kPacked + levels * size);
+  if (a == nullptr) return false;
+  float* b = a + kMostRows * kDepth;
+  float* stack = a + kPacked;
+
+  int64_t streamed = 0;
+#if defined(__AVX2__)
+  if (streams(product)) streamed = tile.columns / 8 * 8;
+#endif
+  const bool fresh = product.mode != kContinue;
+  const int64_t chunks = product.k == 0 ? 1 : product.chunks;
+  if (product.k == 0) std::fill(stack, stack + size, 0.0f);
+  if (!fresh)
+    pack(static_cast<const float*>(product.c.data) + tile.row * product.c.row_stride +
+             tile.column * product.c.column_stride,
+         product.c.row_stride, product.c.column_stride, kFloat32, tile.rows, tile.columns, stack, ld);
+
+  int64_t top = 0;
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const int64_t begin = product.k / chunks * chunk;
+    const int64_t end = product.k / chunks * (chunk + 1);
+    float* partial = stack + top * size;
+#if defined(__AVX2__)
+    if (streamed > 0)
+      streamed_tile(product, tile.rows, tile.column, streamed, begin, end, fresh, partial, ld, a);
+#endif
+    if (streamed < tile.columns)
+      packed_tile(product, tile.row, tile.rows, tile.column + streamed, tile.columns - streamed,
+                  begin, end, fresh, partial + streamed, ld, a, b);
+    for (int64_t done = chunk + 1; done % 2 == 0; done /= 2, --top) {
+      float* left = stack + (top - 1) * size;
+      const float* right = stack + top * size;
+      for (int64_t i = 0; i < size; i += kLanes) store(left + i, add(load(left + i), load(right + i)));
+    }
+    ++top;
+  }
+  finish(product, tile, stack, ld);
+  return true;
+}
+
+int64_t tile_count(const std::vector<Product>& products, int64_t rows, int64_t columns) {
+  int64_t count = 0;
+  for (const Product& product : products)
+    count += ((product.m + rows - 1) / rows) * ((product.n + columns - 1) / columns);
+  return count;
+}
+
+std::vector<Tile> cut(const std::vector<Product>& products, int64_t threads) {
+  int64_t rows = kMostRows, columns = kMostColumns;
+  if (threads > 1) {
+    const int64_t wanted = threads * kTilesPerThread;
+    while (columns > kFewestColumns && tile_count(products, rows, columns) < wanted) columns /= 2;
+    while (rows > kTileRows * 4 && tile_count(products, rows, columns) < wanted) rows /= 2;
+  }
+  std::vector<Tile> tiles;
+  for (const Product& product : products) {
+    if (product.m == 0 || product.n == 0) continue;
+    if (product.k == 0 && product.mode != kWrite) continue;
+    const int64_t strips = (product.m + rows - 1) / rows;
+    const int64_t height = round_up((product.m + strips - 1) / strips, kTileRows);
+    for (int64_t n = 0; n < product.n; n += columns)
+      for (int64_t m = 0; m < product.m; m += std::min(height, rows))
+        tiles.push_back({&product, m, std::min({height, rows, product.m - m}), n,
+                         std::min(columns, product.n - n)});
+  }
+  return tiles;
+}
+
+}  // namespace
+
+void multiply(const std::vector<Product>& products, int32_t threads) {
+  int64_t work = 0;
+  for (const Product& product : products) work += product.m * product.n * product.k;
+  const int team = static_cast<int>(std::clamp<int64_t>(work / kGrain, 1, std::max(threads, 1)));
+  const std::vector<Tile> tiles = cut(products, team);
+  const int64_t count = static_cast<int64_t>(tiles.size());
+  std::atomic<bool> starved{false};
+#pragma omp parallel num_threads(team) if (team > 1)
+  {
+    const IeeeMode mode;
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < count; ++i)
+      if (!run_tile(tiles[i])) starved = true;
+  }
+  if (starved) throw std::bad_alloc();
+}
+
+}  // namespace lockstep
+
+using lockstep::DType;
+using lockstep::Mode;
+using lockstep::Operand;
+using lockstep::Product;
+using lockstep::Result;
+
+// C[m, n] = A[m, k] B[k, n] + bias[n].
+LOCKSTEP_API int32_t lockstep_gemm(int64_t m, int64_t n, int64_t k,                              //
+                                   const void* a, int64_t a_row, int64_t a_column, int32_t a_type,  //
+                                   const void* b, int64_t b_row, int64_t b_column, int32_t b_type,  //
+                                   const void* bias, int32_t bias_type,                          //
+                                   void* c, int64_t c_row, int64_t c_column, int32_t c_type,     //
+                                   int64_t chunks, int32_t mode, int32_t threads) {
+  return lockstep::guarded([&] {
+    const Product product{m, n, k,
+                          Operand{a, a_row, a_column, static_cast<DType>(a_type)},
+                          Operand{b, b_row, b_column, static_cast<DType>(b_type)},
+                          bias, static_cast<DType>(bias_type),
+                          Result{c, c_row, c_column, static_cast<DType>(c_type)},
+                          chunks, static_cast<Mode>(mode)};
+    lockstep::multiply({product}, threads);
+  });
+}
+
+// For every group g: C[rows of g, n] = A[rows of g, k] B_g[k, n], rows of g = [offsets[g],
+// offsets[g + 1]), B_g = B + g * b_group.
+LOCKSTEP_API int32_t lockstep_grouped_rows(int64_t groups, const int64_t* offsets, int64_t n, int64_t k,
+                                           const void* a, int64_t a_row, int64_t a_column, int32_t a_type,
+                                           const void* b, int64_t b_group, int64_t b_row,
+                                           int64_t b_column, int32_t b_type,  //
+                                           void* c, int64_t c_row, int64_t c_column, int32_t c_type,
+                                           int64_t chunks, int32_t threads) {
+  return lockstep::guarded([&] {
+    const Operand left{a, a_row, a_column, static_cast<DType>(a_type)};
+    const Operand right{b, b_row, b_column, static_cast<DType>(b_type)};
+    const Result out{c, c_row, c_column, static_cast<DType>(c_type)};
+    std::vector<Product> products;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t rows = offsets[g + 1] - offsets[g];
+      if (rows == 0) continue;
+      Operand mine = left, weight = right;
+      Result target = out;
+      mine.data = lockstep::at(left, offsets[g], 0);
+      weight.data = static_cast<const char*>(b) + g * b_group * lockstep::element_size(right.dtype);
+      target.data = static_cast<char*>(c) + offsets[g] * c_row * lockstep::element_size(out.dtype);
+      products.push_back({rows, n, k, mine, weight, nullptr, lockstep::kFloat32, target, chunks,
+                          lockstep::kWrite});
+    }
+    lockstep::multiply(products, threads);
+  });
+}
+
+// For every group g: C_g[m, n] = A[m, steps of g] B[steps of g, n], steps of g = [offsets[g],
+// offsets[g + 1]), C_g = C + g * c_group; one chunk.
+LOCKSTEP_API int32_t lockstep_grouped_steps(int64_t groups, const int64_t* offsets, int64_t m, int64_t n,
+                                            const void* a, int64_t a_row, int64_t a_column, int32_t a_type,
+                                            const void* b, int64_t b_row, int64_t b_column, int32_t b_type,
+                                            void* c, int64_t c_group, int64_t c_row, int64_t c_column,
+                                            int32_t c_type, int32_t mode, int32_t threads) {
+  return lockstep::guarded([&] {
+    const Operand left{a, a_row, a_column, static_cast<DType>(a_type)};
+    const Operand right{b, b_row, b_column, static_cast<DType>(b_type)};
+    const Result out{c, c_row, c_column, static_cast<DType>(c_type)};
+    std::vector<Product> products;
+    for (int64_t g = 0; g < groups; ++g) {
+      Operand mine = left, other = right;
+      Result target = out;
+      mine.data = lockstep::at(left, 0, offsets[g]);
+      other.data = lockstep::at(right, offsets[g], 0);
+      target.data = static_cast<char*>(c) + g * c_group * lockstep::element_size(out.dtype);
+      products.push_back({m, n, offsets[g + 1] - offsets[g], mine, other, nullptr,
+                          lockstep::kFloat32, target, 1, static_cast<Mode>(mode)});
+    }
+    lockstep::multiply(products, threads);
+  });
+}
