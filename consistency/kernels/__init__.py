@@ -4,14 +4,36 @@ One function per operation; each states its formula, its dtypes and its order of
 modules of the same names.
 """
 
+from consistency.kernels.attention import attention_paged, attention_varlen
 from consistency.kernels.grouped import grouped_linear
 from consistency.kernels.linear import join_partials, linear, row_parallel_partial
 from consistency.kernels.matmul import matmul
+from consistency.kernels.moe import moe_experts
+from consistency.kernels.rms_norm import rms_norm
+from consistency.kernels.rotary import rotary, rotary_table
+from consistency.kernels.route import route
+from consistency.kernels.sampling import gumbel_noise, sample
+from consistency.kernels.silu_and_mul import silu_and_mul
+from consistency.kernels.softmax import log_softmax, softmax
+from consistency.kernels.top_k import top_k
 
 __all__ = [
+    "attention_paged",
+    "attention_varlen",
     "grouped_linear",
+    "gumbel_noise",
     "join_partials",
     "linear",
+    "log_softmax",
     "matmul",
+    "moe_experts",
+    "rms_norm",
+    "rotary",
+    "rotary_table",
+    "route",
     "row_parallel_partial",
+    "sample",
+    "silu_and_mul",
+    "softmax",
+    "top_k",
 ]

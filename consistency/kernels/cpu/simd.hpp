@@ -16,7 +16,12 @@
 #include <limits>
 
 #if defined(__AVX512F__) || defined(__AVX2__) || defined(__F16C__)
+// False alarms inside the AVX-512 headers of GCC 12.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 namespace lockstep {
@@ -86,6 +91,19 @@ inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F16 round_even(F16 a) {
   return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
+// a < b ? x : y, lane by lane; an unordered comparison yields y.
+inline F16 where_less(F16 a, F16 b, F16 x, F16 y) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
+}
+// a is NaN ? x : y, lane by lane.
+inline F16 where_nan(F16 a, F16 x, F16 y) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), y.v, x.v)};
+}
+// 2^n for integral n in [-126, 127], lane by lane.
+inline F16 exp2_integer(F16 n) {
+  __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23))};
+}
 
 #elif defined(__AVX2__)
 
@@ -117,6 +135,19 @@ inline F16 round_even(F16 a) {
   return {_mm256_round_ps(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
           _mm256_round_ps(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
+inline F16 where_less(F16 a, F16 b, F16 x, F16 y) {
+  return {_mm256_blendv_ps(y.lo, x.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)),
+          _mm256_blendv_ps(y.hi, x.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))};
+}
+inline F16 where_nan(F16 a, F16 x, F16 y) {
+  return {_mm256_blendv_ps(y.lo, x.lo, _mm256_cmp_ps(a.lo, a.lo, _CMP_UNORD_Q)),
+          _mm256_blendv_ps(y.hi, x.hi, _mm256_cmp_ps(a.hi, a.hi, _CMP_UNORD_Q))};
+}
+inline __m256 exp2_integer(__m256 n) {
+  __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+inline F16 exp2_integer(F16 n) { return {exp2_integer(n.lo), exp2_integer(n.hi)}; }
 
 #else
 
@@ -141,6 +172,18 @@ inline F16 div(F16 a, F16 b) { LOCKSTEP_LANEWISE(a.v[i] / b.v[i]); }
 inline F16 max(F16 a, F16 b) { LOCKSTEP_LANEWISE(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 inline F16 min(F16 a, F16 b) { LOCKSTEP_LANEWISE(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 inline F16 round_even(F16 a) { LOCKSTEP_LANEWISE(__builtin_rintf(a.v[i])); }
+inline F16 where_less(F16 a, F16 b, F16 x, F16 y) {
+  LOCKSTEP_LANEWISE(a.v[i] < b.v[i] ? x.v[i] : y.v[i]);
+}
+inline F16 where_nan(F16 a, F16 x, F16 y) { LOCKSTEP_LANEWISE(a.v[i] != a.v[i] ? x.v[i] : y.v[i]); }
+inline F16 exp2_integer(F16 n) {
+  F16 r;
+  for (int i = 0; i < kLanes; ++i) {
+    uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(n.v[i]) + 127) << 23;
+    std::memcpy(&r.v[i], &bits, sizeof bits);
+  }
+  return r;
+}
 
 #undef LOCKSTEP_LANEWISE
 
@@ -156,18 +199,6 @@ inline void store_f16(uint16_t* p, F16 a) {
   float lanes[kLanes];
   store(lanes, a);
   for (int i = 0; i < kLanes; ++i) p[i] = float_to_f16(lanes[i]);
-}
-
-// 2^n for integral n in [-126, 127], lane by lane.
-inline F16 exp2_integer(F16 n) {
-  float lanes[kLanes];
-  store(lanes, n);
-  float powers[kLanes];
-  for (int i = 0; i < kLanes; ++i) {
-    uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(lanes[i]) + 127) << 23;
-    std::memcpy(&powers[i], &bits, sizeof bits);
-  }
-  return load(powers);
 }
 
 inline float sum(F16 a) {
@@ -203,15 +234,61 @@ inline F16 exp(F16 x) {
   // n may reach 128; split the power so that neither factor leaves the normal range.
   const F16 half = round_even(mul(n, set1(0.5f)));
   F16 y = mul(mul(p, exp2_integer(half)), exp2_integer(sub(n, half)));
-  float in[kLanes], out[kLanes];
-  store(in, x);
-  store(out, y);
+  y = where_less(x, set1(-87.336544f), zero(), y);
+  y = where_less(set1(88.722839f), x, set1(std::numeric_limits<float>::infinity()), y);
+  return where_nan(x, x, y);
+}
+
+// ln(x) to within 2 ulp: x = m 2^e with m in [sqrt(1/2), sqrt(2)), a degree-8 polynomial in m - 1
+// (minimax coefficients of the Cephes library). ln(0) = -inf, ln(x < 0) = NaN, subnormals exact.
+inline F16 log(F16 x) {
+  const F16 smallest = set1(1.17549435e-38f);
+  const F16 scaled = where_less(x, smallest, mul(x, set1(8388608.0f)), x);
+  float in[kLanes], mantissas[kLanes], exponents[kLanes];
+  store(in, scaled);
   for (int i = 0; i < kLanes; ++i) {
-    if (in[i] != in[i]) out[i] = in[i];
-    else if (in[i] < -87.336544f) out[i] = 0.0f;
-    else if (in[i] > 88.722839f) out[i] = std::numeric_limits<float>::infinity();
+    uint32_t bits;
+    std::memcpy(&bits, &in[i], sizeof bits);
+    bits += 0x3f800000u - 0x3f3504f3u;
+    exponents[i] = static_cast<float>(static_cast<int32_t>(bits >> 23) - 127);
+    bits = (bits & 0x007fffffu) + 0x3f3504f3u;
+    std::memcpy(&mantissas[i], &bits, sizeof bits);
   }
-  return load(out);
+  const F16 e = add(load(exponents), where_less(x, smallest, set1(-23.0f), zero()));
+  const F16 f = sub(load(mantissas), set1(1.0f));
+  const F16 z = mul(f, f);
+  F16 p = set1(7.0376836292e-2f);
+  p = fma(p, f, set1(-1.1514610310e-1f));
+  p = fma(p, f, set1(1.1676998740e-1f));
+  p = fma(p, f, set1(-1.2420140846e-1f));
+  p = fma(p, f, set1(1.4249322787e-1f));
+  p = fma(p, f, set1(-1.6668057665e-1f));
+  p = fma(p, f, set1(2.0000714765e-1f));
+  p = fma(p, f, set1(-2.4999993993e-1f));
+  p = fma(p, f, set1(3.3333331174e-1f));
+  F16 y = mul(mul(p, f), z);
+  y = fma(e, set1(-2.12194440e-4f), y);
+  y = fma(z, set1(-0.5f), y);
+  y = add(f, y);
+  y = fma(e, set1(0.693359375f), y);
+  const F16 infinity = set1(std::numeric_limits<float>::infinity());
+  y = where_less(x, infinity, y, infinity);
+  y = where_less(zero(), x, y, set1(-std::numeric_limits<float>::infinity()));
+  // Infinity times x - x is NaN at run time: a NaN constant makes GCC 12 fail while folding.
+  y = where_less(x, zero(), mul(infinity, sub(x, x)), y);
+  return where_nan(x, x, y);
+}
+
+inline float exp(float x) {
+  float lanes[kLanes];
+  store(lanes, exp(set1(x)));
+  return lanes[0];
+}
+
+inline float log(float x) {
+  float lanes[kLanes];
+  store(lanes, log(set1(x)));
+  return lanes[0];
 }
 
 // The first `count` lanes from memory, the rest `fill`.

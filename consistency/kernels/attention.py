@@ -1,0 +1,292 @@
+"""Causal attention, variable-length (learner) and paged (engine): one order of reduction."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from consistency.errors import InvalidInputError, UnsupportedError
+from consistency.kernels._arguments import (
+    DTYPE_CODES,
+    require_float,
+    require_integer,
+    require_shape,
+)
+from consistency.kernels.library import FLOAT, INT32, INT64, POINTER, Kernel, thread_count
+
+# Mirrors kLargestHeadDim in cpu/attention_tile.hpp.
+LARGEST_HEAD_DIM = 256
+
+_forward_kernel = Kernel(
+    "lockstep_attention_forward",
+    *(POINTER, INT64, INT64, POINTER, POINTER, POINTER, POINTER, INT32, POINTER, POINTER),
+    *(POINTER, POINTER, POINTER, INT64, INT64, INT64),
+    *(INT64, INT64, INT64, INT64, INT64, FLOAT, INT32, POINTER),
+)
+_backward_kernel = Kernel(
+    "lockstep_attention_backward",
+    *(POINTER, POINTER, POINTER, POINTER, INT64, INT64, POINTER, POINTER, POINTER, POINTER),
+    *(INT32, POINTER, POINTER, POINTER),
+    *(POINTER, INT64, INT64, INT64, INT64, INT64, FLOAT, INT32),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Where the keys of each sequence lie in a paged cache."""
+
+    block_tables: torch.Tensor
+    context_lengths: torch.Tensor
+    block_size: int
+    blocks: int
+
+
+def attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, *, scale: float
+) -> torch.Tensor:
+    """o[t] = sum over s <= t of softmax(scale q[t] . k[s]) v[s], within each sequence and head.
+
+    Args:
+        q: [T, Hq, D], float32, bfloat16 or float16, any strides.
+        k: [T, Hkv, D] in the dtype of `q`; head h of q reads head h // (Hq / Hkv).
+        v: [T, Hkv, D] in the dtype of `q`.
+        cu_seqlens: int32 [S + 1], from 0 to T, never falling: where the sequences start and end.
+        scale: the factor of the scores, usually D ** -0.5.
+
+    Returns:
+        [T, Hq, D] in the dtype of `q`, contiguous.
+
+    Raises:
+        UnsupportedError: a dtype, layout or device that the kernels do not take, or D > 256.
+        InvalidInputError: shapes that do not fit, or cu_seqlens that do not cut [0, T).
+
+    Order of reduction:
+        Keys are cut into blocks of 64 at absolute positions, taken in order with a running maximum
+        in fp32. In a block, a score is one chain of fused multiply-adds over d, times the scale;
+        the weights fold into their sum by index modulo 16 and into the values by one chain over
+        the keys. A query's bits depend on its own row, its position and the keys up to it: the same in
+        `attention_paged`, decode, chunked prefill and any batch. In the backward a thread owns a
+        (sequence, key head): keys block by block, query rows in order in chunks of 64.
+    """
+    kv_heads, head_dim = _check_queries(q, k, v, cu_seqlens, "cu_seqlens", scale)
+    require_shape("k", k, (q.shape[0], kv_heads, head_dim), "tokens, key heads, head_dim")
+    require_shape("v", v, k.shape, "that of k")
+    cu_seqlens = cu_seqlens.contiguous()
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attention.apply(q, k, v, cu_seqlens, scale)
+    return _forward(_rows(q), _rows(k), _rows(v), cu_seqlens, scale, None, None)
+
+
+def attention_paged(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lengths: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """`attention_varlen` for the last positions of sequences whose keys lie in pages; no gradient.
+
+    Args:
+        q: [T, Hq, D], float32, bfloat16 or float16, any strides: the new tokens.
+        k_cache: [blocks, block_size, Hkv, D] in the dtype of `q`, the new keys included; any
+            block_size.
+        v_cache: the shape and dtype of `k_cache`.
+        block_tables: int32 [S, max_blocks]; position p of sequence s lies in block
+            block_tables[s, p // block_size]. Entries beyond the context are not read.
+        query_starts: int32 [S + 1], from 0 to T, never falling.
+        context_lengths: int32 [S], all keys of a sequence; its queries are its last positions.
+        scale: the factor of the scores.
+
+    Returns:
+        [T, Hq, D] in the dtype of `q`, contiguous.
+
+    Raises:
+        UnsupportedError: a dtype, layout or device that the kernels do not take, or D > 256.
+        InvalidInputError: shapes that do not fit, a context shorter than its queries or longer than
+            its block table, or a block id that does not exist.
+
+    Order of reduction:
+        That of `attention_varlen`, bit for bit.
+    """
+    kv_heads, head_dim = _check_queries(q, k_cache, v_cache, query_starts, "query_starts", scale)
+    require_float("k_cache", k_cache, 4)
+    blocks, block_size = k_cache.shape[:2]
+    require_shape("k_cache", k_cache, (blocks, block_size, kv_heads, head_dim), "... , head_dim")
+    require_shape("v_cache", v_cache, k_cache.shape, "that of k_cache")
+    require_integer("block_tables", block_tables, 2, (torch.int32,))
+    require_integer("context_lengths", context_lengths, 1, (torch.int32,))
+    sequences = query_starts.shape[0] - 1
+    require_shape("context_lengths", context_lengths, (sequences,), "one per sequence")
+    require_shape("block_tables", block_tables, (sequences, block_tables.shape[1]), "S, max_blocks")
+    if block_size == 0:
+        raise InvalidInputError("k_cache must have a block_size of 1 or more, got 0")
+    pages = _Pages(block_tables.contiguous(), context_lengths.contiguous(), block_size, blocks)
+    query_starts = query_starts.contiguous()
+    return _forward(_rows(q), _rows(k_cache), _rows(v_cache), query_starts, scale, pages, None)
+
+
+def _check_queries(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, name: str, scale: float
+) -> tuple[int, int]:
+    """Checks what both forms share; returns the key heads and the head dimension."""
+    require_float("q", q, 3)
+    require_float("k", k)
+    require_float("v", v)
+    require_integer(name, starts, 1, (torch.int32,))
+    if starts.shape[0] == 0:
+        raise InvalidInputError(f"{name} must have at least the entry 0, got none")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise InvalidInputError(
+            f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if k.dim() < 3:
+        raise InvalidInputError(f"k must end in [..., key heads, head_dim], got {tuple(k.shape)}")
+    query_heads, head_dim = q.shape[1:]
+    kv_heads = k.shape[-2]
+    if kv_heads == 0 or query_heads % kv_heads:
+        raise InvalidInputError(
+            f"the heads of q must be a multiple of those of k, got {query_heads} and {kv_heads}"
+        )
+    if not 1 <= head_dim <= LARGEST_HEAD_DIM:
+        raise UnsupportedError(f"head_dim must be from 1 to {LARGEST_HEAD_DIM}, got {head_dim}")
+    if not math.isfinite(scale):
+        raise InvalidInputError(f"scale must be finite, got {scale}")
+    return kv_heads, head_dim
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """The kernels take any strides but that of the last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(x: torch.Tensor) -> Any:
+    """Strides (block, token, head) of keys or values; without pages the block's is unused."""
+    outer = (0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3]
+    return (ctypes.c_int64 * 3)(*outer)
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    scale: float,
+    pages: _Pages | None,
+    log_sums: torch.Tensor | None,
+) -> torch.Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype)
+    fault = ctypes.c_int64(-1)
+    _forward_kernel(
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        k.data_ptr(),
+        _strides(k),
+        v.data_ptr(),
+        _strides(v),
+        DTYPE_CODES[q.dtype],
+        out.data_ptr(),
+        None if log_sums is None else log_sums.data_ptr(),
+        starts.data_ptr(),
+        None if pages is None else pages.context_lengths.data_ptr(),
+        None if pages is None else pages.block_tables.data_ptr(),
+        0 if pages is None else pages.block_tables.shape[1],
+        1 if pages is None else pages.block_size,
+        0 if pages is None else pages.blocks,
+        starts.shape[0] - 1,
+        q.shape[0],
+        q.shape[1],
+        k.shape[-2],
+        q.shape[2],
+        scale,
+        thread_count(),
+        ctypes.addressof(fault),
+    )
+    if fault.value >= 0:
+        raise InvalidInputError(_explain(fault.value, q.shape[0], starts, pages))
+    return out
+
+
+def _explain(fault: int, tokens: int, starts: torch.Tensor, pages: _Pages | None) -> str:
+    sequence, reason = divmod(fault, 4)
+    if reason == 0 or pages is None:
+        name = "cu_seqlens" if pages is None else "query_starts"
+        return (
+            f"{name} must run from 0 to the {tokens} rows of q and never fall, "
+            f"got {starts.tolist()}"
+        )
+    context = int(pages.context_lengths[sequence])
+    if reason == 1:
+        queries = int(starts[sequence + 1] - starts[sequence])
+        return (
+            f"context_lengths[{sequence}] is {context}, less than its {queries} queries: it counts "
+            "the cached and the new keys"
+        )
+    if reason == 2:
+        width = pages.block_tables.shape[1]
+        return (
+            f"context_lengths[{sequence}] is {context}, more than the {width} blocks of "
+            f"{pages.block_size} in block_tables[{sequence}] hold"
+        )
+    return (
+        f"block_tables[{sequence}] is {pages.block_tables[sequence].tolist()}; the ids of its "
+        f"first {-(-context // pages.block_size)} blocks must be from 0 to {pages.blocks - 1}"
+    )
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        q, k, v = _rows(q), _rows(k), _rows(v)
+        log_sums = torch.empty(q.shape[:2], dtype=torch.float32)
+        out = _forward(q, k, v, cu_seqlens, scale, None, log_sums)
+        ctx.save_for_backward(q, k, v, cu_seqlens, out, log_sums)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        q, k, v, cu_seqlens, out, log_sums = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+        _backward_kernel(
+            grad.data_ptr(),
+            out.data_ptr(),
+            log_sums.data_ptr(),
+            q.data_ptr(),
+            q.stride(0),
+            q.stride(1),
+            k.data_ptr(),
+            _strides(k),
+            v.data_ptr(),
+            _strides(v),
+            DTYPE_CODES[q.dtype],
+            grad_q.data_ptr(),
+            grad_k.data_ptr(),
+            grad_v.data_ptr(),
+            cu_seqlens.data_ptr(),
+            cu_seqlens.shape[0] - 1,
+            q.shape[0],
+            q.shape[1],
+            k.shape[1],
+            q.shape[2],
+            ctx.scale,
+            thread_count(),
+        )
+        return grad_q, grad_k, grad_v, None, None

@@ -1,0 +1,154 @@
+"""route: the experts of each token and their weights, chosen by the router or replayed."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from consistency.errors import InvalidInputError, UnsupportedError
+from consistency.kernels._arguments import require_cpu, require_float, require_shape
+from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
+from consistency.kernels.softmax import softmax
+from consistency.kernels.top_k import select
+
+_weights_kernel = Kernel(
+    "lockstep_route_weights", POINTER, POINTER, POINTER, INT64, INT64, INT64, INT32, POINTER
+)
+_backward_kernel = Kernel(
+    "lockstep_route_backward",
+    *(POINTER, POINTER, POINTER, POINTER, INT64, INT64, INT64, INT32, INT32),
+)
+
+
+def route(
+    router_logits: torch.Tensor,
+    k: int,
+    *,
+    normalise: bool = True,
+    replay_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """weights = softmax(router_logits) gathered at the top k experts, or at `replay_ids`.
+
+    The probabilities are taken over all experts and gathered from the full row, so that gradients
+    reach every logit whether the ids are live or replayed.
+
+    Args:
+        router_logits: float32 [T, E], any strides.
+        k: experts per token, from 1 to E.
+        normalise: divide the k weights of a token by their sum.
+        replay_ids: integers [T, k], the experts of each token in slot order; None for the k most
+            probable, ties to the lowest id.
+
+    Returns:
+        weights: float32 [T, k].
+        ids: int64 [T, k].
+
+    Raises:
+        UnsupportedError: a dtype, layout or device that the kernels do not take.
+        InvalidInputError: a NaN or +inf among the logits; a replayed id out of range or twice in a
+            row; replayed experts that all have probability 0 where a normalisation was asked for; a
+            k or shapes that do not fit.
+
+    Order of reduction:
+        The softmax is `softmax`; the sum that normalises runs in slot order; all in fp32.
+    """
+    require_float("router_logits", router_logits, 2)
+    if router_logits.dtype != torch.float32:
+        raise UnsupportedError(
+            f"router_logits must be float32 (the gate runs in fp32), got {router_logits.dtype}"
+        )
+    tokens, experts = router_logits.shape
+    if not 1 <= k <= experts:
+        raise InvalidInputError(f"k must be from 1 to the {experts} experts, got {k}")
+    if replay_ids is not None:
+        replay_ids = _checked_ids(replay_ids, tokens, k)
+    if torch.is_grad_enabled() and router_logits.requires_grad:
+        return _Route.apply(router_logits, k, normalise, replay_ids)
+    weights, ids, _ = _forward(router_logits, k, normalise, replay_ids)
+    return weights, ids
+
+
+def _checked_ids(ids: torch.Tensor, tokens: int, k: int) -> torch.Tensor:
+    require_cpu("replay_ids", ids)
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise UnsupportedError(f"replay_ids must be integers, got {ids.dtype}")
+    require_shape("replay_ids", ids, (tokens, k), "tokens, k")
+    return ids.to(torch.int64).contiguous()
+
+
+def _forward(
+    logits: torch.Tensor, k: int, normalise: bool, replay_ids: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    probabilities = softmax(logits)
+    if replay_ids is None:
+        _, ids = select(probabilities, k, "the softmax of router_logits")
+    else:
+        ids = replay_ids
+    weights = torch.empty(ids.shape, dtype=torch.float32)
+    fault = ctypes.c_int64(-1)
+    _weights_kernel(
+        probabilities.data_ptr(),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        *probabilities.shape,
+        k,
+        normalise,
+        ctypes.addressof(fault),
+    )
+    if fault.value >= 0:
+        raise InvalidInputError(_explain(fault.value, probabilities, ids))
+    return weights, ids, probabilities
+
+
+def _explain(fault: int, probabilities: torch.Tensor, ids: torch.Tensor) -> str:
+    row, reason = divmod(fault, 4)
+    if reason == 3:
+        return f"router_logits[{row}] holds a NaN or +inf: its softmax is undefined"
+    listed = ids[row].tolist()
+    if reason == 0:
+        return f"replay_ids[{row}] is {listed}; ids must be from 0 to {probabilities.shape[1] - 1}"
+    if reason == 1:
+        return f"replay_ids[{row}] is {listed}: an expert appears twice"
+    return (
+        f"replay_ids[{row}] is {listed}: every one of these experts has probability 0, so their "
+        "weights cannot be normalised; the trace belongs to another model or other weights"
+    )
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        k: int,
+        normalise: bool,
+        replay_ids: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids, probabilities = _forward(logits, k, normalise, replay_ids)
+        if ids is replay_ids:
+            ids = ids.clone()
+        ctx.save_for_backward(probabilities, ids)
+        ctx.normalise = normalise
+        ctx.mark_non_differentiable(ids)
+        return weights, ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+        probabilities, ids = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_logits = torch.empty_like(probabilities)
+        _backward_kernel(
+            grad.data_ptr(),
+            probabilities.data_ptr(),
+            ids.data_ptr(),
+            grad_logits.data_ptr(),
+            *probabilities.shape,
+            ids.shape[1],
+            ctx.normalise,
+            thread_count(),
+        )
+        return grad_logits, None, None, None
