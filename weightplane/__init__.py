@@ -1,0 +1,80 @@
+"""New weights reach every engine, whole, once, and fast.
+
+The learner owns a `Publisher`, every rollout engine a `Subscriber`; a connected Unix socket,
+inherited by one of them, carries the messages, and shared memory the weights. See
+`weightplane.publisher` and `weightplane.subscriber`.
+"""
+
+from __future__ import annotations
+
+from weightplane.channel import Channel, channel_pair
+from weightplane.digest import Manifest, tensor_digest
+from weightplane.errors import (
+    ChannelClosedError,
+    ChannelError,
+    ClosedError,
+    CommitRefusedError,
+    DigestMismatchError,
+    InvalidArgumentError,
+    LayoutError,
+    LayoutMismatchError,
+    PublisherGoneError,
+    ShmSpaceError,
+    StagingMemoryError,
+    StalledError,
+    VersionError,
+    WeightPlaneError,
+)
+from weightplane.events import Connection, EventKind, SubscriberEvent
+from weightplane.layout import Layout, Shard, TensorSpec
+from weightplane.publisher import Publisher
+from weightplane.reports import Delivery, PeerState, PeerStatus, Publication
+from weightplane.subscriber import Subscriber, SubscriberStatus
+from weightplane.swap import Swap
+from weightplane.version import (
+    Transfer,
+    VersionLedger,
+    VersionRecord,
+    VersionState,
+    WeightVersion,
+)
+
+__all__ = [
+    "Publisher",
+    "Publication",
+    "Delivery",
+    "PeerStatus",
+    "PeerState",
+    "Subscriber",
+    "SubscriberStatus",
+    "SubscriberEvent",
+    "EventKind",
+    "Connection",
+    "Swap",
+    "Channel",
+    "channel_pair",
+    "Layout",
+    "TensorSpec",
+    "Shard",
+    "WeightVersion",
+    "VersionState",
+    "VersionRecord",
+    "VersionLedger",
+    "Transfer",
+    "Manifest",
+    "tensor_digest",
+    "WeightPlaneError",
+    "InvalidArgumentError",
+    "LayoutError",
+    "LayoutMismatchError",
+    "VersionError",
+    "DigestMismatchError",
+    "CommitRefusedError",
+    "ChannelError",
+    "ChannelClosedError",
+    "PublisherGoneError",
+    "ShmSpaceError",
+    "StagingMemoryError",
+    "StalledError",
+    "ClosedError",
+]

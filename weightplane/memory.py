@@ -1,0 +1,102 @@
+"""Private buffers that versions are staged in, and the rule for when one may be overwritten.
+
+The engine computes with views of these buffers, and may keep some for as long as it likes: for
+requests that finish on the old weights, or in parameters derived from them. Overwriting a buffer
+under such a view would serve a mix of two versions, so a buffer is reusable only when nothing
+refers to it. Every tensor over a buffer keeps one *lease* alive, a small object that dies with the
+last of them, in whatever thread and however the view was derived. No tensor has to be handed back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+
+import numpy
+import torch
+
+from weightplane.errors import InvalidArgumentError, StagingMemoryError
+
+
+class StagingBuffer:
+    """One flat private buffer, page-aligned and already touched."""
+
+    def __init__(self, size: int) -> None:
+        try:
+            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise StagingMemoryError(
+                f"no memory for a staging buffer of {size} bytes ({error.strerror}): "
+                "use a smaller retain or stage_ahead, or give the process more memory"
+            ) from error
+        # Huge pages cost a third as much to touch first, and whoever reads the weights misses the
+        # TLB less. A kernel without them refuses the advice, and ordinary pages do.
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        # Touch every page now, without the interpreter lock, so that staging does not have to.
+        numpy.copyto(numpy.frombuffer(self._map, numpy.uint8), 0)
+        self.taken = False
+        self._lease: weakref.ref[memoryview] | None = None
+
+    @property
+    def bytes(self) -> memoryview:
+        """The writable bytes; for the thread that stages, while no lease is alive."""
+        return memoryview(self._map)
+
+    @property
+    def leased(self) -> bool:
+        """Whether any tensor over this buffer is still alive somewhere."""
+        return self._lease is not None and self._lease() is not None
+
+    def lease(self) -> torch.Tensor:
+        """A uint8 tensor [size] over the buffer; the buffer is leased until its storage dies."""
+        holder = memoryview(self._map)
+        # torch keeps the object it was given alive exactly as long as the storage.
+        flat = torch.frombuffer(holder, dtype=torch.uint8)
+        self._lease = weakref.ref(holder)
+        return flat
+
+
+class BufferPool:
+    """At most ``limit`` staging buffers of one size.
+
+    `take` and `warm` belong to one thread, the one that stages: making a buffer takes a third of a
+    second per gigabyte, and nobody should wait for it. `give_back` may be called from any thread.
+
+    Args:
+        size: bytes of each buffer.
+        limit: most buffers that may exist at a time.
+    """
+
+    def __init__(self, size: int, limit: int) -> None:
+        if size < 1 or limit < 1:
+            raise InvalidArgumentError(f"a pool of {limit} buffers of {size} bytes holds nothing")
+        self._size = size
+        self._limit = limit
+        self._buffers: list[StagingBuffer] = []
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def take(self) -> StagingBuffer | None:
+        """A buffer that nothing refers to; None if there is none and none may be added."""
+        for buffer in self._buffers:
+            if not buffer.taken and not buffer.leased:
+                buffer.taken = True
+                return buffer
+        if len(self._buffers) >= self._limit:
+            return None
+        buffer = StagingBuffer(self._size)
+        buffer.taken = True
+        self._buffers.append(buffer)
+        return buffer
+
+    def warm(self, count: int) -> None:
+        """Make one more buffer if fewer than ``count`` exist, so that a later `take` is free."""
+        if len(self._buffers) < min(count, self._limit):
+            self._buffers.append(StagingBuffer(self._size))
+
+    def give_back(self, buffer: StagingBuffer) -> None:
+        """The pool's owner no longer needs ``buffer``; it is reused once its lease is over."""
+        buffer.taken = False

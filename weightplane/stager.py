@@ -1,0 +1,266 @@
+"""The subscriber's thread: joins the publisher, and copies and verifies what it announces."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from weightplane.channel import Channel, Received
+from weightplane.digest import DIGEST_BYTES, Manifest
+from weightplane.errors import (
+    ChannelClosedError,
+    ChannelError,
+    ClosedError,
+    DigestMismatchError,
+    LayoutMismatchError,
+    PublisherGoneError,
+    StalledError,
+    WeightPlaneError,
+)
+from weightplane.layout import Layout
+from weightplane.memory import BufferPool, StagingBuffer
+from weightplane.messages import PROTOCOL, Announce, Goodbye, Hello, Progress, Refused, Welcome
+from weightplane.p2p import Offer, Reader
+from weightplane.store import VersionStore
+from weightplane.swap import Held
+from weightplane.transfer import cut_into_runs, read_verified
+from weightplane.version import WeightVersion
+from weightplane.wakeup import Wakeup
+
+PROGRESS_SECONDS = 0.25
+"""How often a long staging tells the publisher that it moves."""
+
+_POLL_SECONDS = 0.01
+"""How often to look whether the owner let go of a buffer. A buffer is let go by reference counting,
+in any thread at any moment, where taking a lock to notify somebody could deadlock."""
+
+
+class Stager:
+    """Runs the staging thread of one subscriber, from construction until `close`.
+
+    Args:
+        channel: to the publisher; owned from now on.
+        layout: what is expected.
+        store: where whole versions go, and where messages for the publisher come from.
+        pool: where staging buffers come from.
+        outbox_wakeup: set when the store has a message to send; owned from now on.
+        name: how the publisher calls this subscriber.
+        readers: how to open each transport.
+        warm_buffers: how many buffers to have ready, so that staging pays no first touch.
+        buffer_wait_seconds: how long a version waits for the owner to let go of old tensors.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        layout: Layout,
+        store: VersionStore,
+        pool: BufferPool,
+        outbox_wakeup: Wakeup,
+        *,
+        name: str,
+        readers: Mapping[str, Callable[[Offer], Reader]],
+        warm_buffers: int,
+        buffer_wait_seconds: float,
+    ) -> None:
+        self._channel = channel
+        self._layout = layout
+        self._store = store
+        self._pool = pool
+        self._outbox_wakeup = outbox_wakeup
+        self._name = name
+        self._readers = readers
+        self._warm_buffers = warm_buffers
+        self._buffer_wait_seconds = buffer_wait_seconds
+        self._runs = cut_into_runs(layout)
+        self._reader: Reader | None = None
+        self._slots = 0
+        self._progress_at = 0.0
+        self._stop = threading.Event()
+        # A daemon, so that an owner that crashes before close() does not hang at exit.
+        self._thread = threading.Thread(target=self._run, name=f"weightplane-{name}", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout: float) -> None:
+        """Say goodbye and join the thread; idempotent.
+
+        Raises:
+            StalledError: the thread did not end within ``timeout`` seconds.
+        """
+        self._stop.set()
+        self._outbox_wakeup.set()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise StalledError(
+                f"thread {self._thread.name} did not end in {timeout:g} seconds; "
+                "it is copying from the publisher or waits for memory"
+            )
+        self._outbox_wakeup.close()
+
+    def _run(self) -> None:
+        try:
+            # Before the hello: memory that cannot be had is reported before anything is announced.
+            self._pool.warm(1)
+            self._channel.queue(Hello(PROTOCOL, self._name, os.getpid(), self._layout.to_json()))
+            poller = select.poll()
+            poller.register(self._outbox_wakeup, select.POLLIN)
+            while not self._stop.is_set():
+                self._send_outbox()
+                events = select.POLLIN | (select.POLLOUT if self._channel.wants_write else 0)
+                poller.register(self._channel, events)
+                poller.poll()
+                self._outbox_wakeup.clear()
+                for received in self._channel.read():
+                    self._handle(received)
+            self._send_outbox()
+            self._channel.queue(Goodbye("the subscriber was closed"))
+            self._channel.flush()
+        except ChannelClosedError as error:
+            self._store.lost(
+                PublisherGoneError(f"the publisher is gone ({error}); what is active keeps serving")
+            )
+        except WeightPlaneError as error:
+            self._store.lost(error)
+        except Exception as error:
+            # An exception in a thread reaches nobody otherwise; the owner meets this one in its
+            # next wait, and the publisher sees the channel close.
+            self._store.lost(WeightPlaneError(f"the staging thread died: {error!r}"))
+        finally:
+            self._channel.close()
+            if self._reader is not None:
+                self._reader.close()
+
+    def _send_outbox(self) -> None:
+        for message in self._store.take_outbox():
+            self._channel.queue(message)
+        self._channel.flush()
+
+    def _handle(self, received: Received) -> None:
+        message = received.message
+        match message:
+            case Welcome() if self._reader is None:
+                self._join(message, received.descriptors)
+                return
+            case Announce() if self._reader is not None and not received.descriptors:
+                if not self._stop.is_set():
+                    self._stage(message, self._reader)
+                    self._send_outbox()
+                    self._pool.warm(self._warm_buffers)
+                return
+        for descriptor in received.descriptors:
+            os.close(descriptor)
+        match message:
+            case Refused(cause="layout"):
+                raise LayoutMismatchError(
+                    f"the publisher refuses this subscriber: {message.reason}"
+                )
+            case Refused():
+                raise ChannelError(f"the publisher refuses this subscriber: {message.reason}")
+            case Goodbye():
+                raise PublisherGoneError(f"{message.reason}; what is active keeps serving")
+            case _:
+                raise ChannelError(
+                    f"the publisher sent a {type(message).__name__} message out of turn"
+                )
+
+    def _join(self, welcome: Welcome, descriptors: tuple[int, ...]) -> None:
+        try:
+            open_reader = self._find_transport(welcome)
+            offer = Offer(welcome.transport, welcome.slots, welcome.slot_bytes, descriptors)
+        except WeightPlaneError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        self._reader = open_reader(offer)
+        self._slots = offer.slots
+        self._store.connected()
+
+    def _find_transport(self, welcome: Welcome) -> Callable[[Offer], Reader]:
+        if welcome.protocol != PROTOCOL or welcome.layout != self._layout.digest:
+            raise ChannelError(
+                f"the publisher welcomes this subscriber to protocol {welcome.protocol} and layout "
+                f"{welcome.layout}; here are protocol {PROTOCOL} and layout {self._layout.digest}"
+            )
+        if welcome.slot_bytes < self._layout.size:
+            raise ChannelError(
+                f"the publisher offers slots of {welcome.slot_bytes} bytes, "
+                f"the layout needs {self._layout.size}"
+            )
+        open_reader = self._readers.get(welcome.transport)
+        if open_reader is None:
+            raise ChannelError(
+                f"the publisher offers transport {welcome.transport!r}; "
+                f"this subscriber knows {', '.join(self._readers)}"
+            )
+        return open_reader
+
+    def _stage(self, announce: Announce, reader: Reader) -> None:
+        """Make the announced version whole here, or abort it and say why."""
+        if not 0 <= announce.slot < self._slots:
+            raise ChannelError(f"the publisher announces slot {announce.slot} of {self._slots}")
+        number = announce.number
+        version = WeightVersion(number, announce.base, announce.manifest, announce.created)
+        self._store.announce(version, announce.announced_at)
+        buffer: StagingBuffer | None = None
+        try:
+            manifest = self._manifest(announce)
+            buffer = self._obtain_buffer(number)
+            transfer = read_verified(
+                reader, announce.slot, manifest, self._runs, buffer.bytes, self._on_progress(number)
+            )
+            tensors = self._layout.views(buffer.lease())
+            self._store.put(Held(version, manifest, buffer, tensors), transfer)
+        except BaseException as error:
+            if buffer is not None:
+                self._pool.give_back(buffer)
+            self._store.abort(number, str(error) or repr(error))
+            if not isinstance(error, WeightPlaneError):
+                raise
+
+    def _manifest(self, announce: Announce) -> Manifest:
+        if len(announce.digests) != DIGEST_BYTES * len(self._layout.tensors):
+            raise ChannelError(
+                f"weight version {announce.number} comes with {len(announce.digests)} bytes of "
+                f"digests for {len(self._layout.tensors)} tensors"
+            )
+        manifest = Manifest.unpack(self._layout, announce.digests)
+        if manifest.digest != announce.manifest:
+            raise DigestMismatchError(
+                f"the manifest of weight version {announce.number} has digest {manifest.digest}, "
+                f"announced was {announce.manifest}"
+            )
+        return manifest
+
+    def _obtain_buffer(self, number: int) -> StagingBuffer:
+        """A buffer that nothing refers to; waits for the owner to let go of one if it must."""
+        deadline = time.monotonic() + self._buffer_wait_seconds
+        while True:
+            self._store.make_room()
+            buffer = self._pool.take()
+            if buffer is not None:
+                return buffer
+            if time.monotonic() > deadline:
+                raise StalledError(
+                    f"no staging buffer became free for weight version {number} in "
+                    f"{self._buffer_wait_seconds:g} seconds: the engine still holds tensors of all "
+                    f"{len(self._pool)}. Let go of the tensors of retired versions"
+                )
+            if self._stop.wait(_POLL_SECONDS):
+                raise ClosedError("the subscriber was closed")
+
+    def _on_progress(self, number: int) -> Callable[[int], None]:
+        self._progress_at = time.monotonic()
+
+        def report(byte_count: int) -> None:
+            if self._stop.is_set():
+                raise ClosedError("the subscriber was closed")
+            now = time.monotonic()
+            if now - self._progress_at >= PROGRESS_SECONDS:
+                self._progress_at = now
+                self._channel.queue(Progress(number, byte_count))
+                self._channel.flush()
+
+        return report

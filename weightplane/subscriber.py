@@ -1,0 +1,244 @@
+"""The rollout engine's side: stages versions beside the running engine and swaps them in.
+
+A background thread copies every announced version into a private buffer, verifies each tensor of
+the copy and only then shows it as *staged*. The owner, and nobody else, decides when to commit: it
+calls `Subscriber.commit` at a token boundary, which moves pointers and copies nothing. Until then,
+and whatever goes wrong before, the old version serves. The thread works without the interpreter
+lock while it copies and digests, so token generation goes on beside it.
+
+When versions arrive faster than the owner commits, up to ``stage_ahead`` of them stay staged; the
+owner may commit any of them, and skips those before it. When yet another arrives, the oldest staged
+one is retired unseen to make room.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, TracebackType
+
+import torch
+
+from weightplane.channel import Channel
+from weightplane.errors import InvalidArgumentError, LayoutError, VersionError
+from weightplane.events import Connection, SubscriberEvent
+from weightplane.layout import Layout
+from weightplane.memory import BufferPool
+from weightplane.p2p import Offer, Reader, shm
+from weightplane.stager import Stager
+from weightplane.store import VersionStore
+from weightplane.swap import Invalidate, Swap
+from weightplane.transfer import verify_held
+from weightplane.version import VersionRecord, WeightVersion
+from weightplane.wakeup import Wakeup
+
+READERS: Mapping[str, Callable[[Offer], Reader]] = MappingProxyType({shm.NAME: shm.ShmReader})
+"""The subscriber's half of every transport, by the name in the publisher's offer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubscriberStatus:
+    """A snapshot of a subscriber.
+
+    Attributes:
+        connection: whether new versions can arrive.
+        reason: why they cannot.
+        active: what serves.
+        staged: what can be committed, oldest first.
+        retained: what can be rolled back to, newest first.
+        buffers: staging buffers that exist.
+    """
+
+    connection: Connection
+    reason: str
+    active: WeightVersion | None
+    staged: tuple[WeightVersion, ...]
+    retained: tuple[WeightVersion, ...]
+    buffers: int
+
+
+class Subscriber:
+    """Receives versions from one publisher. Construct, commit, roll back and close from one thread.
+
+    Memory: ``layout.size`` bytes for each of: the active version, ``retain`` previous ones and the
+    one that is being staged; one more for each version beyond the first that is staged and
+    uncommitted, up to ``stage_ahead``. Buffers are reused, never freed, and never overwritten while
+    any tensor over them is alive anywhere in the process.
+
+    Args:
+        channel: to the publisher; the subscriber owns it from now on.
+        layout: what the engine expects; must equal the publisher's.
+        retain: previous versions to keep in memory for `rollback`.
+        stage_ahead: most versions that may be staged and uncommitted at a time.
+        name: how the publisher's errors and reports call this subscriber.
+        buffer_wait_seconds: how long a new version waits for the engine to let go of the tensors of
+            retired versions before it is aborted.
+        readers: how to open each transport.
+
+    Raises:
+        LayoutError: the layout holds parts of tensors.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        layout: Layout,
+        *,
+        retain: int = 1,
+        stage_ahead: int = 2,
+        name: str | None = None,
+        buffer_wait_seconds: float = 30.0,
+        readers: Mapping[str, Callable[[Offer], Reader]] = READERS,
+    ) -> None:
+        if not layout.is_whole:
+            raise LayoutError("a subscriber needs a layout that holds every tensor whole, once")
+        if retain < 0:
+            raise InvalidArgumentError(f"retain is {retain}; use 0 or more")
+        if stage_ahead < 1:
+            raise InvalidArgumentError(f"stage_ahead is {stage_ahead}; use 1 or more")
+        self._layout = layout
+        self._pool = BufferPool(layout.size, limit=1 + retain + stage_ahead)
+        outbox_wakeup = Wakeup()
+        self._store = VersionStore(self._pool, retain, stage_ahead, outbox_wakeup)
+        self._stager = Stager(
+            channel,
+            layout,
+            self._store,
+            self._pool,
+            outbox_wakeup,
+            name=f"process-{os.getpid()}" if name is None else name,
+            readers=readers,
+            warm_buffers=2 + retain,
+            buffer_wait_seconds=buffer_wait_seconds,
+        )
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def layout(self) -> Layout:
+        """What the engine expects."""
+        return self._layout
+
+    @property
+    def active(self) -> WeightVersion | None:
+        """The version that serves, which tokens are stamped with; None before the first commit."""
+        held = self._store.active
+        return None if held is None else held.version
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The weights of the active version.
+
+        Raises:
+            VersionError: nothing was committed yet, or the subscriber is closed.
+        """
+        held = self._store.active
+        if held is None:
+            raise VersionError("no weight version is active: commit one first")
+        return MappingProxyType(held.tensors)
+
+    def staged(self) -> WeightVersion | None:
+        """The newest version that can be committed now, or None. Takes microseconds."""
+        versions = self._store.staged
+        return versions[-1] if versions else None
+
+    def wait_staged(self, timeout: float | None = None) -> WeightVersion:
+        """Wait for a version that can be committed; returns the newest.
+
+        Raises:
+            StalledError: there was none for ``timeout`` seconds.
+            LayoutMismatchError: the publisher has another layout.
+            PublisherGoneError: none can come any more.
+            ChannelError: the publisher does not speak this protocol.
+        """
+        return self._store.wait_staged(timeout)
+
+    def commit(self, number: int) -> Swap:
+        """Make staged version ``number`` the active one. Call it at a token boundary.
+
+        First every registered cache is invalidated, then pointers move. Older staged versions
+        retire unseen. The version that served before is retained for `rollback`.
+
+        Returns:
+            The new weights, what was invalidated and how long the call took.
+
+        Raises:
+            VersionError: that version is not staged; says what it is. The old one goes on serving.
+            CommitRefusedError: a cache could not be invalidated. The old version goes on serving.
+        """
+        return self._store.commit(number)
+
+    def rollback(self) -> Swap:
+        """Return to the version that was active before, at a token boundary; like `commit`.
+
+        The version rolled back from is retired and cannot come back under its number.
+
+        Raises:
+            VersionError: no previous version is retained.
+            CommitRefusedError: a cache could not be invalidated. The present version goes on.
+        """
+        return self._store.rollback()
+
+    def register_cache(self, name: str, invalidate: Invalidate) -> None:
+        """Name something derived from the weights that a swap makes stale.
+
+        Args:
+            name: for reports and errors, for example ``"prefix cache"``. invalidate: called as
+            ``invalidate(new_version, old_version_or_None)`` in every commit and
+                rollback, in the caller's thread, before the swap, in the order of registration. If
+                it raises, the swap is refused: a cache that might be stale is never served.
+        """
+        self._store.register_cache(name, invalidate)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while `events` has something, for an owner's `select`."""
+        return self._store.event_descriptor
+
+    def events(self) -> tuple[SubscriberEvent, ...]:
+        """What happened since the last call: connected, staged, aborted, lost; oldest first."""
+        return self._store.take_events()
+
+    def verify(self) -> None:
+        """Digest the active weights again, as they lie in memory now.
+
+        Raises:
+            DigestMismatchError: something wrote into them; names the tensor.
+            VersionError: nothing is active.
+        """
+        held = self._store.active
+        if held is None:
+            raise VersionError("no weight version is active: commit one first")
+        verify_held(held.manifest, held.buffer.bytes)
+
+    def status(self) -> SubscriberStatus:
+        """A snapshot of everything."""
+        connection, reason = self._store.connection
+        return SubscriberStatus(
+            connection, reason, self.active, self._store.staged, self._store.retained,
+            len(self._pool),
+        )  # fmt: skip
+
+    def records(self) -> tuple[VersionRecord, ...]:
+        """The lives of the versions seen here: the last 64 that ended, and all that have not."""
+        return self._store.records
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop the thread and let go of every version; safe to call twice.
+
+        Tensors that the engine still holds stay valid.
+
+        Raises:
+            StalledError: the thread did not end within ``timeout`` seconds.
+        """
+        self._stager.close(timeout)
+        self._store.close()
