@@ -269,4 +269,4 @@ def _pearson(left: Tensor, right: Tensor) -> float:
     scale = float(centred_left.square().sum().sqrt() * centred_right.square().sum().sqrt())
     if scale == 0.0:
         return 1.0 if torch.equal(left, right) else 0.0
-    return float((centred_left * centred_right).sum()) / scale
+    return min(1.0, max(-1.0, float((centred_left * centred_right).sum()) / scale))

@@ -78,12 +78,7 @@ class TokenLayout:
         Returns:
             ``[S]`` float64; a sequence without counted tokens gives 0. Differentiable.
         """
-        return torch.segment_reduce(
-            self.select(values).to(torch.float64).reshape(-1),
-            "sum",
-            lengths=self.lengths,
-            initial=0.0,
-        )
+        return sum_by_length(self.select(values).to(torch.float64).reshape(-1), self.lengths)
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean over each sequence's counted tokens: float64 ``[S]``, 0 where there are none."""
@@ -92,12 +87,8 @@ class TokenLayout:
     def maximum(self, values: Tensor) -> Tensor:
         """Largest value among each sequence's counted tokens: ``[S]``, -inf where there are
         none."""
-        return torch.segment_reduce(
-            torch.where(self.mask, values, -torch.inf).reshape(-1),
-            "max",
-            lengths=self.lengths,
-            initial=-torch.inf,
-        )
+        counted = torch.where(self.mask, values, -torch.inf)
+        return maximum_by_length(counted.reshape(-1), self.lengths)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
         """``[S]`` to the layout's shape: each token gets its sequence's value. Differentiable."""
@@ -150,6 +141,21 @@ class TokenLayout:
         """
         difference = self.logprobs(*numerator) - self.logprobs(*denominator)
         return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) if clamp else difference
+
+
+def sum_by_length(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sums of consecutive runs of ``values`` ``[N]``, in order: ``[S]``; an empty run gives 0."""
+    # Without any run there are no values either, and segment_reduce refuses empty lengths.
+    if lengths.numel() == 0:
+        return values
+    return torch.segment_reduce(values, "sum", lengths=lengths, initial=0.0)
+
+
+def maximum_by_length(values: Tensor, lengths: Tensor) -> Tensor:
+    """Maxima of consecutive runs of ``values`` ``[N]``: ``[S]``; an empty run gives -inf."""
+    if lengths.numel() == 0:
+        return values
+    return torch.segment_reduce(values, "max", lengths=lengths, initial=-torch.inf)
 
 
 def _as_bool(mask: Tensor, values: Tensor) -> Tensor:

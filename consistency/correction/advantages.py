@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from consistency.errors import InvalidInputError
+from consistency.token_layout import maximum_by_length, sum_by_length
 
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
 
@@ -41,11 +42,11 @@ def group_advantage(
         raise InvalidInputError(f"kind is {kind!r}: use 'grpo', 'dr_grpo' or 'rloo'")
     order, member, sizes = _grouping(rewards, groups, "rewards")
     values = rewards.detach().to(torch.float64)[order]
-    mean = torch.segment_reduce(values, "sum", lengths=sizes, initial=0.0) / sizes
+    mean = sum_by_length(values, sizes) / sizes
     mean = torch.where(sizes == 1, torch.zeros_like(mean), mean)
     centred = values - mean[member]
     if kind == "grpo":
-        squares = torch.segment_reduce(centred.square(), "sum", lengths=sizes, initial=0.0)
+        squares = sum_by_length(centred.square(), sizes)
         deviation = (squares / (sizes - 1).clamp(min=1)).sqrt()
         deviation = torch.where(sizes == 1, torch.ones_like(deviation), deviation)
         centred = centred / (deviation[member] + epsilon)
@@ -102,6 +103,6 @@ def _grouping(values: Tensor, groups: Tensor, name: str) -> tuple[Tensor, Tensor
 
 def _constant(values: Tensor, sizes: Tensor) -> Tensor:
     """Groups whose values are all equal: exact, where a std would leave rounding noise."""
-    high = torch.segment_reduce(values, "max", lengths=sizes, initial=-torch.inf)
-    low = -torch.segment_reduce(-values, "max", lengths=sizes, initial=-torch.inf)
+    high = maximum_by_length(values, sizes)
+    low = -maximum_by_length(-values, sizes)
     return high == low

@@ -189,8 +189,8 @@ class RoutingTrace:
         for part in self.segments:
             if part.start < reached:
                 raise RoutingTraceError(
-                    f"segment {part.start}:{part.stop} starts before token {reached}, the end of the "
-                    "one before: replace rows that are computed again, do not add them twice"
+                    f"segment {part.start}:{part.stop} starts before token {reached}, the end of "
+                    "the one before: replace rows that are computed again, do not add them"
                 )
             reached = part.stop
             covered[part.start : part.stop] = True
