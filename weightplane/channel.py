@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -42,7 +43,7 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize
 class Received:
     """One message and the descriptors that came with it, which the receiver now owns."""
 
-    message: Message
+    message: Any
     descriptors: tuple[int, ...] = ()
 
 
@@ -52,10 +53,16 @@ class Channel:
     Args:
         connection: a connected ``AF_UNIX`` ``SOCK_STREAM`` socket; the channel owns it from now on.
         max_message_bytes: a longer message is refused, on sending and on receiving.
+        message_type: what may arrive: a msgspec struct or a tagged union of them; anything else is
+            refused. The weight plane's own messages by default.
     """
 
     def __init__(
-        self, connection: socket.socket, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+        self,
+        connection: socket.socket,
+        *,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        message_type: Any = Message,
     ) -> None:
         if connection.family != socket.AF_UNIX or connection.type != socket.SOCK_STREAM:
             raise InvalidArgumentError(
@@ -65,7 +72,7 @@ class Channel:
         self._socket = connection
         self._limit = max_message_bytes
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Message)
+        self._decoder = msgspec.msgpack.Decoder(message_type)
         self._outgoing: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._incoming = bytearray()
         self._descriptors: deque[int] = deque()
@@ -93,7 +100,7 @@ class Channel:
         """Whether output waits for the peer to read."""
         return bool(self._outgoing)
 
-    def queue(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+    def queue(self, message: Any, descriptors: Sequence[int] = ()) -> None:
         """Append a message to the output; `flush` sends it.
 
         Args:
@@ -168,7 +175,7 @@ class Channel:
             raise self._fault
         return messages
 
-    def send(self, message: Message, descriptors: Sequence[int] = (), timeout: float = 5.0) -> None:
+    def send(self, message: Any, descriptors: Sequence[int] = (), timeout: float = 5.0) -> None:
         """Send one message and everything queued before it, waiting for the peer to read.
 
         Raises:
@@ -254,7 +261,7 @@ class Channel:
             taken = tuple(self._descriptors.popleft() for _ in range(count))
             messages.append(Received(message, taken))
 
-    def _decode(self, body: bytes) -> Message:
+    def _decode(self, body: bytes) -> Any:
         try:
             return self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
