@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from consistency import kernels
-from consistency.routing_replay.recorder import RoutingRecorder
+from consistency.routing_replay import RoutingRecorder
 from integrations.errors import TrajectoryError
 from integrations.trainer.engine.sampling import logprob_temperature
 from integrations.trainer.model.attention import KeyValueCache, PagedAttention
@@ -304,9 +304,7 @@ def _store_logprobs(
     for temperature, items in by_temperature.items():
         packed = torch.cat([rows for _, _, rows in items])
         targets = torch.cat([replay.tokens[rows + 1] for replay, rows, _ in items])
-        logprob, _ = kernels.lm_head_logprob(
-            hidden[packed], head, targets, temperature=temperature
-        )
+        logprob, _ = kernels.lm_head_logprob(hidden[packed], head, targets, temperature=temperature)
         pieces = logprob.split([len(rows) for _, rows, _ in items])
         for (replay, rows, _), piece in zip(items, pieces, strict=True):
             index = rows - (replay.trajectory.prompt_length - 1)

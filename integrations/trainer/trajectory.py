@@ -22,21 +22,12 @@ from typing import Literal, get_args
 
 import msgspec
 
-from consistency.routing_replay.trace import RoutingTrace, Segment
+from consistency.routing_replay import Origin, RoutingTrace, Segment
 from integrations.errors import RequestError, TrajectoryError
 
-__all__ = [
-    "FinishReason",
-    "GenerationRequest",
-    "ORIGINS",
-    "Origin",
-    "Segment",
-    "Trajectory",
-]
+__all__ = ["FinishReason", "GenerationRequest", "Segment", "Trajectory"]
 
 FinishReason = Literal["stop", "length", "aborted"]
-Origin = Literal["generated", "prefilled", "re_prefilled", "cached"]
-ORIGINS: tuple[Origin, ...] = get_args(Origin)
 
 _SCHEMA = 1
 _MAGIC = b"LSTJ"
@@ -144,22 +135,24 @@ class Trajectory:
         for index, value in enumerate(self.logprobs):
             # A missing logprob must never look like a certain token, so NaN and inf stop here.
             if not (math.isfinite(value) and value <= 0.0):
-                raise TrajectoryError(f"{where}: logprob {index} is {value}, not a finite value <= 0")
+                raise TrajectoryError(
+                    f"{where}: logprob {index} is {value}, not a finite value <= 0"
+                )
         if any(version < 0 for version in self.versions):
             raise TrajectoryError(f"{where}: versions holds a negative weight version")
         if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
             raise TrajectoryError(f"{where}: temperature is {self.temperature}")
         if self.finish_reason not in get_args(FinishReason):
             raise TrajectoryError(f"{where}: finish_reason is {self.finish_reason!r}")
-        if self.routing is not None and self.routing.expert_ids.shape[0] != tokens - 1:
+        if self.routing is not None and self.routing.tokens != tokens - 1:
             raise TrajectoryError(
-                f"{where}: routing has {self.routing.expert_ids.shape[0]} rows for {tokens} tokens; "
+                f"{where}: routing has {self.routing.tokens} rows for {tokens} tokens; "
                 f"it must have {tokens - 1} (the last token is never an input)"
             )
         self._validate_segments(where)
 
     def _validate_segments(self, where: str) -> None:
-        """Every row that produced a logprob was built, first under the version it is tagged with."""
+        """Every response token carries the version that first built the row it was sampled from."""
         if not self.segments:
             return
         rows = len(self.token_ids) - 1
@@ -226,7 +219,9 @@ class Trajectory:
         except msgspec.DecodeError as error:
             raise TrajectoryError(f"trajectory bytes are damaged: {error}") from error
         if len(wire.logprobs) % 4:
-            raise TrajectoryError(f"trajectory logprobs have {len(wire.logprobs)} bytes, not 4 each")
+            raise TrajectoryError(
+                f"trajectory logprobs have {len(wire.logprobs)} bytes, not 4 each"
+            )
         return cls(
             request_id=wire.request_id,
             prompt_index=wire.prompt_index,

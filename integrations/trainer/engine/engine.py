@@ -11,6 +11,7 @@ import torch
 
 from consistency import kernels
 from consistency.contract import NumericsContract
+from consistency.errors import InvalidInputError
 from integrations.errors import IntegrationError, RequestError, SwapError
 from integrations.trainer.engine.batch import PackedBatch
 from integrations.trainer.engine.outputs import StepMetrics, StepOutput
@@ -89,9 +90,7 @@ class RolloutEngine:
         self._decoder = Decoder(config, contract, max_positions=self._max_tokens)
         self._weights = WeightSet(0, version, dict(weights))
         self._table = RequestTable(block_size)
-        self._scheduler = Scheduler(
-            self._table, blocks, block_size, max_running, self._before_drop
-        )
+        self._scheduler = Scheduler(self._table, blocks, block_size, max_running, self._before_drop)
         self._caches = [
             KeyValueCache.allocate(blocks, block_size, config.kv_heads, config.head_dim, dtype)
             for _ in range(config.layers)
@@ -101,6 +100,7 @@ class RolloutEngine:
         )
         self._states: dict[str, RequestState] = {}
         self._arrivals = 0
+        self._undelivered: list[StepOutput] = []
 
     @property
     def version(self) -> int:
@@ -138,7 +138,7 @@ class RolloutEngine:
             if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
                 wrong = max(ids) if max(ids) >= vocabulary else min(ids)
                 raise RequestError(
-                    f"{where}: {name} holds token id {wrong}, outside the vocabulary of {vocabulary}"
+                    f"{where}: {name} holds token id {wrong}; the vocabulary is 0..{vocabulary - 1}"
                 )
         # The last token is sampled but never computed, so it needs no row in the cache.
         longest = len(request.prompt) + request.max_new_tokens - 1
@@ -161,7 +161,8 @@ class RolloutEngine:
             The tokens sampled, in order of admission. ``metrics`` describes the step.
 
         Raises:
-            IntegrationError: the weights in use give logits that are not finite.
+            IntegrationError: the weights in use give NaN or infinity. The engine stays usable:
+                swap to sound weights and step again.
         """
         started = time.perf_counter()
         scheduler = self._scheduler
@@ -169,7 +170,9 @@ class RolloutEngine:
         scheduler.grow()
         budget = self._prefill_chunk - int(self._prefill_demand(scheduler.running).sum())
         cached = scheduler.admit(budget)
-        outputs: list[StepOutput] = []
+        # Kept on the engine while the step runs: if one weight set fails, the tokens that another
+        # has sampled before it are returned by the next step.
+        outputs = self._undelivered
         prefilled = 0
         running = list(scheduler.running)
         demand = self._prefill_demand(running)
@@ -196,6 +199,7 @@ class RolloutEngine:
             free_blocks=scheduler.available_blocks,
             seconds=time.perf_counter() - started,
         )
+        self._undelivered = []
         return outputs
 
     def generate(self, requests: Iterable[GenerationRequest]) -> list[Trajectory]:
@@ -311,34 +315,30 @@ class RolloutEngine:
         self, weights: WeightSet, states: list[RequestState], counts: np.ndarray
     ) -> list[StepOutput]:
         """One forward pass; sampling for the requests that have all their rows afterwards."""
-        table = self._table
+        table, size = self._table, self._block_size
         rows = Scheduler.rows(states)
-        batch = PackedBatch.pack(table, rows, counts, self._block_size)
-        hidden = self._decoder.forward(
-            weights.tensors,
-            torch.from_numpy(batch.token_ids),
-            torch.from_numpy(batch.positions),
-            batch.attention(self._caches),
-            None if self._routes is None else self._routes.recorder,
-        )
+        ends = table.computed[rows] + counts
+        complete = np.flatnonzero(ends == table.length[rows])
+        batch = PackedBatch.pack(table, rows, counts, size)
+        sampling = [states[index] for index in complete]
+        try:
+            tokens, logprobs = self._forward(weights, batch, rows, complete)
+        except InvalidInputError as error:
+            if self._routes is not None:
+                self._routes.recorder.discard()
+            ids = ", ".join(repr(state.request.request_id) for state in sampling[:3])
+            raise IntegrationError(
+                f"weight version {weights.version} gives numbers that nothing can be sampled from "
+                f"(requests {ids}, ...): {error}; swap to sound weights with re_prefill"
+            ) from error
+        # Only now does the step change anything, so a failed one can be repeated after a swap.
         if self._routes is not None:
             self._routes.store(batch.slots)
-        filled = table.computed[rows] // self._block_size
-        table.computed[rows] += counts
-        crossed = np.flatnonzero(table.computed[rows] // self._block_size > filled)
+        crossed = np.flatnonzero(ends // size > table.computed[rows] // size)
+        table.computed[rows] = ends
         self._scheduler.publish([states[index] for index in crossed])
-        complete = np.flatnonzero(table.computed[rows] == table.length[rows])
-        if not len(complete):
-            return []
-        last = torch.from_numpy(batch.query_starts[1:][complete].astype(np.int64) - 1)
-        logits = kernels.lm_head_logits(hidden[last], lm_head_weight(weights.tensors))
         rows = rows[complete]
         positions = table.length[rows]
-        tokens, logprobs = sample_tokens(
-            logits, table.temperature[rows], table.seed[rows], positions
-        )
-        states = [states[index] for index in complete]
-        self._refuse_not_finite(logprobs, states)
         table.tokens[rows, positions] = tokens
         table.logprobs[rows, positions] = logprobs
         table.versions[rows, positions] = weights.version
@@ -347,7 +347,7 @@ class RolloutEngine:
         ended = stopped | (table.length[rows] >= table.limit[rows])
         outputs: list[StepOutput] = []
         for state, token, logprob, stop, end in zip(
-            states, tokens.tolist(), logprobs.tolist(), stopped, ended, strict=True
+            sampling, tokens.tolist(), logprobs.tolist(), stopped, ended, strict=True
         ):
             result = self._finish(state, "stop" if stop else "length") if end else None
             outputs.append(
@@ -355,15 +355,21 @@ class RolloutEngine:
             )
         return outputs
 
-    @staticmethod
-    def _refuse_not_finite(logprobs: np.ndarray, states: list[RequestState]) -> None:
-        finite = np.isfinite(logprobs)
-        if not finite.all():
-            state = states[int(np.flatnonzero(~finite)[0])]
-            raise IntegrationError(
-                f"weight version {state.weights.version} gives logits that are not finite for "
-                f"request {state.request.request_id!r}; roll back to an earlier version"
-            )
+    def _forward(
+        self, weights: WeightSet, batch: PackedBatch, rows: np.ndarray, complete: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and logprobs of the requests at the indices ``complete`` of the batch."""
+        hidden = self._decoder.forward(
+            weights.tensors,
+            torch.from_numpy(batch.token_ids),
+            torch.from_numpy(batch.positions),
+            batch.attention(self._caches),
+            None if self._routes is None else self._routes.recorder,
+        )
+        last = torch.from_numpy(batch.query_starts[1:][complete].astype(np.int64) - 1)
+        logits = kernels.lm_head_logits(hidden[last], lm_head_weight(weights.tensors))
+        table, rows = self._table, rows[complete]
+        return sample_tokens(logits, table.temperature[rows], table.seed[rows], table.length[rows])
 
     def _before_drop(self, state: RequestState) -> None:
         """Keep what the trajectory needs of a KV that is given up."""

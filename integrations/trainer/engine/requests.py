@@ -14,7 +14,9 @@ from enum import Enum
 import numpy as np
 import torch
 
-from integrations.trainer.trajectory import GenerationRequest, Origin, Segment
+from consistency.routing_replay import Origin, Segment
+from consistency.routing_replay.segment import append_segment
+from integrations.trainer.trajectory import GenerationRequest
 
 __all__ = ["Place", "RequestState", "RequestTable", "WeightSet"]
 
@@ -98,15 +100,8 @@ class RequestState:
         self.logged = stop
 
     def _append(self, start: int, stop: int, origin: Origin) -> None:
-        if start >= stop:
-            return
-        version = self.weights.version
-        if self.log:
-            last = self.log[-1]
-            if (last.stop, last.weight_version, last.origin) == (start, version, origin):
-                start = last.start
-                self.log.pop()
-        self.log.append(Segment(start, stop, version, origin))
+        if start < stop:
+            append_segment(self.log, Segment(start, stop, self.weights.version, origin))
 
 
 class RequestTable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from consistency.routing_replay.trace import RoutingTrace
+from consistency.routing_replay import RoutingTrace
 from integrations.trainer.engine.requests import RequestState, RequestTable
 from integrations.trainer.trajectory import FinishReason, Trajectory
 

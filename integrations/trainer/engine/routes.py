@@ -6,14 +6,14 @@ finds the routes of the shared blocks as well, and a trace is complete whatever 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 
-from consistency.routing_replay.recorder import RoutingRecorder
-from consistency.routing_replay.trace import RoutingTrace, Segment
+from consistency.routing_replay import ORIGINS, RoutingRecorder, RoutingTrace, Segment
 from integrations.trainer.engine.requests import RequestState, RequestTable
 from integrations.trainer.model.config import ModelConfig
-from integrations.trainer.trajectory import ORIGINS, Origin
 
 __all__ = ["RouteStore"]
 
@@ -30,9 +30,7 @@ class RouteStore:
     def __init__(
         self, config: ModelConfig, table: RequestTable, blocks: int, block_size: int
     ) -> None:
-        self.recorder = RoutingRecorder(
-            config.moe_layers, config.experts, config.experts_per_token
-        )
+        self.recorder = RoutingRecorder(config.moe_layers, config.experts, config.experts_per_token)
         self._config = config
         self._table = table
         self._block_size = block_size
@@ -86,17 +84,16 @@ def _first_passes(log: list[Segment], rows: int) -> tuple[Segment, ...]:
     """The log as consecutive segments: each row with its first version, marked if built again."""
     version = np.full(rows, -1, np.int64)
     origin = np.full(rows, -1, np.int64)
+    again = ORIGINS.index("re_prefilled")
     for segment in log:
         span = slice(segment.start, min(segment.stop, rows))
         fresh = origin[span] < 0
         version[span] = np.where(fresh, segment.weight_version, version[span])
-        again = ORIGINS.index("re_prefilled")
         origin[span] = np.where(fresh, ORIGINS.index(segment.origin), again)
     edges = np.flatnonzero((np.diff(version) != 0) | (np.diff(origin) != 0)) + 1
     bounds = [0, *edges.tolist(), rows] if rows else []
     segments: list[Segment] = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         if origin[start] >= 0:
-            kind: Origin = ORIGINS[origin[start]]
-            segments.append(Segment(start, stop, int(version[start]), kind))
+            segments.append(Segment(start, stop, int(version[start]), ORIGINS[origin[start]]))
     return tuple(segments)

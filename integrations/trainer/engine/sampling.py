@@ -11,8 +11,11 @@ __all__ = ["logprob_temperature", "sample_tokens"]
 
 
 def logprob_temperature(temperature: float) -> float:
-    """The temperature under which logprobs are reported: greedy tokens report temperature 1."""
-    return temperature if temperature > 0.0 else 1.0
+    """The temperature under which logprobs are reported, as the nearest fp32 number.
+
+    Greedy tokens report temperature 1: the distribution at 0 has no logprob worth training on.
+    """
+    return float(np.float32(temperature)) if temperature > 0.0 else 1.0
 
 
 def sample_tokens(

@@ -108,13 +108,7 @@ class Scheduler:
         table = self._table
         lacking = table.length[rows] > table.block_count[rows] * self._block_size
         for state in [self.running[index] for index in np.flatnonzero(lacking)]:
-            while state.place is Place.RUNNING:
-                block = self._pool.take()
-                if block is not None:
-                    table.blocks[state.row, len(state.blocks)] = block
-                    state.blocks.append(block)
-                    table.block_count[state.row] += 1
-                    break
+            while state.place is Place.RUNNING and not self._extend(state):
                 self._preempt(self._victim(state))
 
     def admit(self, budget: int) -> int:
@@ -130,22 +124,21 @@ class Scheduler:
             if len(self.running) >= self._max_running or budget <= 0:
                 stop = index
                 break
-            if not state.blocks:
-                found = self._reserve(state)
-                # Paused requests keep their KV only as long as nobody else would starve.
-                while found is _Refusal.NO_SPACE and not self.running:
-                    holder = self._last_holder(queue[index:])
-                    if holder is None:
-                        break
-                    self._preempt(holder)
-                    found = self._reserve(state)
-                if found is _Refusal.NO_SPACE:
-                    stop = index
+            found = self._reserve(state)
+            # Paused requests keep their KV only as long as nobody else would starve.
+            while found is _Refusal.NO_SPACE and not self.running:
+                holder = self._last_holder(queue[index + 1 :])
+                if holder is None:
                     break
-                if found is _Refusal.BEING_BUILT:
-                    self.waiting.append(state)
-                    continue
-                cached += found
+                self._preempt(holder)
+                found = self._reserve(state)
+            if found is _Refusal.NO_SPACE:
+                stop = index
+                break
+            if found is _Refusal.BEING_BUILT:
+                self.waiting.append(state)
+                continue
+            cached += found
             budget -= int(self._table.length[state.row] - self._table.computed[state.row])
             self._enter(state, Place.RUNNING)
         self.waiting.extend(queue[stop:])
@@ -169,8 +162,11 @@ class Scheduler:
         return np.fromiter((state.row for state in states), np.int64, len(states))
 
     def _reserve(self, state: RequestState) -> int | _Refusal:
-        """Blocks for all known tokens, shared ones first; returns the rows already built."""
+        """Blocks for all known tokens, shared ones first; returns the rows found in the cache."""
         table, size = self._table, self._block_size
+        if state.blocks:
+            whole = table.length[state.row] <= len(state.blocks) * size
+            return 0 if whole or self._extend(state) else _Refusal.NO_SPACE
         length = int(table.length[state.row])
         # The last row is computed in any case: its logits are what the request waits for.
         sharable = self._keys(state)[: (length - 1) // size]
@@ -195,6 +191,16 @@ class Scheduler:
         for key in sharable[len(found) :]:
             self._building.setdefault(key, state)
         return len(found) * size
+
+    def _extend(self, state: RequestState) -> bool:
+        """One more block for a request, if there is one."""
+        block = self._pool.take()
+        if block is None:
+            return False
+        self._table.blocks[state.row, len(state.blocks)] = block
+        state.blocks.append(block)
+        self._table.block_count[state.row] += 1
+        return True
 
     def _keys(self, state: RequestState) -> list[bytes]:
         epoch = state.weights.epoch

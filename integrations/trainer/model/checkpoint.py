@@ -153,7 +153,9 @@ class _Reader:
                 f"config.json asks for {tuple(target.shape)}"
             )
         if tensor.dtype not in _DTYPES:
-            raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype}, not 16- or 32-bit float")
+            raise CheckpointError(
+                f"{path}: tensor {name} is {tensor.dtype}, not 16- or 32-bit float"
+            )
         target.copy_(tensor)
         if not bool(torch.isfinite(target).all()):
             raise CheckpointError(f"{path}: tensor {name} holds NaN or infinity as {target.dtype}")
@@ -195,7 +197,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
 def _shards(
     config: ModelConfig, weights: Mapping[str, torch.Tensor], limit: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Checkpoint tensors, cut into dictionaries of at most ``limit`` bytes (one tensor at least)."""
+    """Checkpoint tensors in dictionaries of at most ``limit`` bytes, or of one tensor."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, parts in checkpoint_parts(config).items():

@@ -181,7 +181,9 @@ class ModelConfig:
         """A ``config.json`` that transformers, vLLM and SGLang load."""
         eos: int | list[int] | None = None
         if self.eos_token_ids:
-            eos = self.eos_token_ids[0] if len(self.eos_token_ids) == 1 else list(self.eos_token_ids)
+            eos = (
+                self.eos_token_ids[0] if len(self.eos_token_ids) == 1 else list(self.eos_token_ids)
+            )
         values: dict[str, Any] = {
             "architectures": [ARCHITECTURES[self.model_type]],
             "model_type": self.model_type,
@@ -291,7 +293,9 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
         if values.get(key):
             raise ModelConfigError(f"{key} is true; projections with a bias are not supported")
     if values.get("hidden_act", "silu") != "silu":
-        raise ModelConfigError(f"hidden_act {values['hidden_act']!r} is not supported; only 'silu' is")
+        raise ModelConfigError(
+            f"hidden_act {values['hidden_act']!r} is not supported; only 'silu' is"
+        )
     for key in ("shared_expert_intermediate_size", "n_shared_experts"):
         if values.get(key):
             raise ModelConfigError(f"{key} is {values[key]}; shared experts are not supported")

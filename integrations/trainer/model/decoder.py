@@ -16,7 +16,7 @@ import torch
 
 from consistency import kernels
 from consistency.contract import NumericsContract
-from consistency.routing_replay.recorder import RoutingRecorder
+from consistency.routing_replay import RoutingRecorder
 from integrations.errors import ModelConfigError
 from integrations.trainer.model.attention import AttentionContext
 from integrations.trainer.model.config import ModelConfig
