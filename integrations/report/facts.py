@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import numpy as np
 
 from integrations.report.markup import MISSING
 from integrations.report.record import RunRecord
+from integrations.report.table import is_number
 
 __all__ = ["Tile", "attention", "duration_text", "headline", "tiles"]
 
@@ -33,7 +33,7 @@ def tiles(run: RunRecord) -> list[Tile]:
     audited = f"{busiest:,} tokens audited" if busiest else "not audited"
     limit = run.staleness_limit
     return [
-        Tile("Held-out reward", _reward(summary), detail="after warm start → at the end"),
+        Tile("Held-out reward", _reward(summary), detail=_reward_detail(summary)),
         Tile(
             "k3 KL, rollout to learner",
             _exact(summary.get("k3_kl")),
@@ -94,7 +94,7 @@ def headline(run: RunRecord) -> str:
     noun = "weight version" if count == 1 else "weight versions"
     parts = [f"{count:,} {noun} trained in {duration_text(run.duration)}."]
     start, end = run.summary.get("reward_start"), run.summary.get("reward_end")
-    if _known(start) and _known(end):
+    if is_number(start) and is_number(end):
         verb = "rose" if end > start else "fell" if end < start else "stayed"
         change = f"from {start:.3g} to {end:.3g}" if end != start else f"at {end:.3g}"
         parts.append(f"Held-out reward {verb} {change}.")
@@ -127,12 +127,18 @@ def attention(run: RunRecord) -> list[str]:
     if limit is not None and largest.size and bool((largest > limit).any()):
         found.append(f"Staleness went above its limit of {limit} versions.")
     for name in ("loss", "gradient_norm"):
-        broken = [row for row in run.steps.rows if name in row and not _known(row[name])]
+        broken = [row for row in run.steps.rows if name in row and not is_number(row[name])]
         if broken:
             found.append(
                 f"{name.replace('_', ' ')} is not a number in {len(broken):,} versions, first in"
                 f" version {broken[0].get('version')}."
             )
+    if run.replay_diverged:
+        steps = ", ".join(str(step) for step in run.replay_diverged[:5])
+        found.append(
+            f"Training a step again after a resume gave other weights than before (step {steps}):"
+            " the learner is not deterministic."
+        )
     if run.summary.get("lost"):
         found.append(f"{run.summary['lost']:,} trajectories were lost.")
     return found
@@ -152,38 +158,37 @@ def _audited_tokens(run: RunRecord) -> int:
     return int(np.nansum(run.audited.column("audited_tokens")))
 
 
-def _known(value: Any) -> TypeGuard[float]:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value)
-
-
 def _exact(value: Any) -> str:
-    if not _known(value):
+    if not is_number(value):
         return "not measured"
     return "exactly 0" if value == 0 else f"{value:.3g}"
 
 
 def _tone(value: Any) -> Literal["plain", "good", "bad"]:
-    if not _known(value):
+    if not is_number(value):
         return "plain"
     return "good" if value == 0 else "bad"
 
 
 def _plain(value: Any) -> str:
-    return f"{value:,.0f}" if _known(value) else MISSING
+    return f"{value:,.0f}" if is_number(value) else MISSING
 
 
 def _milliseconds(value: Any) -> str:
-    if not _known(value):
+    if not is_number(value):
         return MISSING
     return f"{value * 1e3:.3g}" if value < 1 else f"{value * 1e3:,.0f}"
 
 
 def _reward(summary: Any) -> str:
     start, end = summary.get("reward_start"), summary.get("reward_end")
-    if _known(start) and _known(end):
+    if is_number(start) and is_number(end):
         return f"{start:.2f} → {end:.2f}"
-    return f"{start:.2f}" if _known(start) else MISSING
+    return f"{start:.2f}" if is_number(start) else MISSING
+
+
+def _reward_detail(summary: Any) -> str:
+    return "first → last evaluation" if is_number(summary.get("reward_end")) else "first evaluation"
 
 
 def _model_size(run: RunRecord) -> str:

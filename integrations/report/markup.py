@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from html import escape
 from typing import Any
+
+from integrations.report.table import is_number
 
 __all__ = ["MISSING", "card", "clipped", "disclosure", "formatted", "note", "section", "table"]
 
@@ -55,7 +56,7 @@ def table(headings: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) ->
 
 def formatted(value: Any, form: str) -> str:
     """A number in the given format; `MISSING` for everything that is not a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value):
         return MISSING
     return format(int(value) if form.endswith("d") else value, form)
 

@@ -13,6 +13,7 @@ import yaml
 from matplotlib.axes import Axes
 
 from integrations.report.facts import attention, duration_text, headline, tiles
+from integrations.report.figures.close_up import draw_close_up
 from integrations.report.figures.drift import draw_drift
 from integrations.report.figures.learner import draw_learner, draw_warm_start
 from integrations.report.figures.reward import draw_reward
@@ -24,9 +25,9 @@ from integrations.report.figures.staleness import (
 from integrations.report.figures.swaps import draw_swap_latency, draw_swap_pause
 from integrations.report.figures.timeline import (
     busy_share,
-    draw_close_up,
     draw_lanes,
     draw_throughput,
+    replicas,
 )
 from integrations.report.markup import (
     card,
@@ -213,9 +214,10 @@ def _drift(run: RunRecord) -> str:
     unaudited = int(np.nansum(run.steps.column("unaudited_tokens")))
     audited = int(np.nansum(run.audited.column("audited_tokens")))
     text = (
-        f"{audited:,} tokens audited in {len(run.audited):,} of {len(run.steps):,} versions;"
-        f" {unaudited:,} tokens were not audited."
+        f"{audited:,} tokens scored again in {len(run.audited):,} of {len(run.steps):,} versions."
     )
+    if unaudited:
+        text += f" The weights of {unaudited:,} more tokens were no longer held."
     drift = card("Drift per weight version", text, svg, wide=True)
     return section("Do rollout and learner compute the same number?", lead, [drift])
 
@@ -267,14 +269,14 @@ def _time(run: RunRecord) -> str:
         )
         if share is not None
     ]
-    lanes = 1.5 + 0.3 * (4 + np.unique(run.rollouts.column("replica")).size)
+    lanes = 1.5 + 0.3 * (4 + len(replicas(run)))
     with figure(FULL, lanes + 1.9) as drawing:
         upper, lower = drawing.subplots(2, 1, height_ratios=[lanes - 0.6, 1.9])
         draw_lanes(upper, run)
         draw_throughput(lower, run)
         upper.set_xlabel("")
         whole = svg_text(drawing, "timeline")
-    with figure(FULL, 1.1 + 0.42 * (2 + np.unique(run.rollouts.column("replica")).size)) as drawing:
+    with figure(FULL, 1.1 + 0.42 * (2 + len(replicas(run)))) as drawing:
         draw_close_up(drawing.subplots(), run)
         close_up = svg_text(drawing, "close_up")
     return section(

@@ -8,7 +8,6 @@ error. What could not be used is said in `RunRecord.notes`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,7 @@ import yaml
 
 from integrations.errors import IntegrationError
 from integrations.report.summary import summarise
-from integrations.report.table import Table
+from integrations.report.table import Table, is_number
 
 __all__ = ["EVENTS_FILE", "ReportError", "RunRecord", "load_run", "read_events"]
 
@@ -56,18 +55,25 @@ class RunRecord:
     steps: Table
     attempts_of_steps: Table
     evaluations: Table
-    swaps: Table
+    commits: Table
     rollouts: Table
     checkpoints: Table
     warm_start: Table
     samples: Table
+    replay_diverged: tuple[int, ...]
     summary: Mapping[str, Any]
     notes: tuple[str, ...]
 
     @cached_property
+    def swaps(self) -> Table:
+        """Commits into a serving engine; the very first weights replace nothing."""
+        return self.commits.where(self.commits.column("version") > 0)
+
+    @cached_property
     def audited(self) -> Table:
-        """The versions whose drift was measured."""
-        return self.steps.where(np.isfinite(self.steps.column("k3_kl")))
+        """The versions whose drift was measured; zeros of a step without an audit mean nothing."""
+        measured = np.isfinite(self.steps.column("k3_kl"))
+        return self.steps.where(measured & (self.steps.column("audited_tokens") != 0))
 
     @cached_property
     def drift_is_zero(self) -> bool:
@@ -143,16 +149,19 @@ def load_run(run_dir: Path | str) -> RunRecord:
 def _record(folder: Path, events: Sequence[dict[str, Any]], notes: list[str]) -> RunRecord:
     tables = {
         name: Table(event for event in events if event["event"] == name)
-        for name in ("run_started", "step", "evaluation", "swap", "rollout", "checkpoint",
+        for name in ("run_started", "model", "step", "evaluation", "swap", "rollout", "checkpoint",
                      "warm_start", "sample")
     }  # fmt: skip
     starts = tables["run_started"].rows
     first: Mapping[str, Any] = starts[-1] if starts else {}
+    models = tables["model"].rows
+    model: Mapping[str, Any] = models[-1] if models else first
     recipe = _recipe(folder, first)
     times = _finite(event.get("t") for event in events)
     walls = _finite(event.get("wall") for event in events)
     status, reason, finished = _outcome(events)
-    steps = tables["step"].last_per("version")
+    steps, commits = tables["step"].last_per("version"), tables["swap"]
+    resumed_at = tuple(_finite(row.get("t") for row in starts if row.get("resumed")))
     replaced = len(tables["step"]) - len(steps)
     if replaced:
         noun = "version was" if replaced == 1 else "versions were"
@@ -163,34 +172,43 @@ def _record(folder: Path, events: Sequence[dict[str, Any]], notes: list[str]) ->
     computed = summarise(
         steps=steps,
         evaluations=tables["evaluation"],
-        swaps=tables["swap"],
+        swaps=commits.where(commits.column("version") > 0),
         rollouts=tables["rollout"],
     )
+    if resumed_at:  # the summary of the last attempt knows nothing of the ones before it
+        summary = {
+            **finished,
+            **{key: value for key, value in computed.items() if value is not None},
+        }
+    else:
+        summary = {**computed, **finished}
     return RunRecord(
         name=str(recipe.get("name") or folder.resolve().name),
         folder=folder,
         recipe=recipe,
         contract=str(first.get("contract") or ""),
         versions={str(key): str(value) for key, value in _mapping(first.get("versions")).items()},
-        parameters=_integer(first.get("parameters")),
-        model_bytes=_integer(first.get("model_bytes")),
+        parameters=_integer(model.get("parameters")),
+        model_bytes=_integer(model.get("model_bytes")),
         status=status,
         reason=reason,
         started_wall=min(walls) if walls else None,
         duration=max(times) if times else 0.0,
-        resumed_at=tuple(_finite(row.get("t") for row in starts if row.get("resumed"))),
+        resumed_at=resumed_at,
         steps=steps,
         attempts_of_steps=tables["step"],
         evaluations=tables["evaluation"].last_per("version").sorted_by("version"),
-        swaps=tables["swap"],
+        commits=commits,
         rollouts=tables["rollout"],
         checkpoints=tables["checkpoint"],
         warm_start=tables["warm_start"],
         samples=tables["sample"],
-        summary={
-            **computed,
-            **{key: value for key, value in finished.items() if value is not None},
-        },
+        replay_diverged=tuple(
+            event["step"]
+            for event in events
+            if event["event"] == "replay_diverged" and isinstance(event.get("step"), int)
+        ),
+        summary=summary,
         notes=tuple(notes),
     )
 
@@ -231,6 +249,4 @@ def _integer(value: object) -> int | None:
 
 
 def _finite(values: Iterable[object]) -> list[float]:
-    return [
-        float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)
-    ]
+    return [float(value) for value in values if is_number(value)]

@@ -18,22 +18,23 @@ __all__ = ["summarise"]
 def summarise(*, steps: Table, evaluations: Table, swaps: Table, rollouts: Table) -> dict[str, Any]:
     """The keys of ``lockstep train --json``; what the events do not tell is None.
 
-    `k3_kl` and `router_flip_rate` are means over the audited tokens; `max_abs_diff`,
-    `max_staleness` and `pause_seconds_max` are maxima; throughput is tokens over the time between
-    the first and the last instant of rollout, and over the busy time of the learner.
-    `lost` needs the journal, so it is None here.
+    `k3_kl` is a mean over the audited tokens, `router_flip_rate` over the audited (row, MoE layer)
+    pairs; `max_abs_diff`, `max_staleness` and `pause_seconds_max` are maxima; throughput is tokens
+    over the busy time. `lost` needs the journal, so it is None here.
     """
     rewards = evaluations.column("reward")
     rewards = rewards[np.isfinite(rewards)]
     audited_tokens = steps.column("audited_tokens")
+    pairs = np.where(audited_tokens > 0, np.maximum(steps.column("router_pairs"), 1), 0)
+    largest = np.where(audited_tokens > 0, steps.column("max_abs_diff"), np.nan)
     learner_seconds = _total(steps.column("ended") - steps.column("started"))
-    rollout_seconds = _span(rollouts.column("started"), rollouts.column("ended"))
+    rollout_seconds = _total(rollouts.column("busy_seconds"))
     return {
         "reward_start": float(rewards[0]) if rewards.size else None,
         "reward_end": float(rewards[-1]) if rewards.size > 1 else None,
         "k3_kl": _mean(steps.column("k3_kl"), audited_tokens),
-        "max_abs_diff": _maximum(steps.column("max_abs_diff")),
-        "router_flip_rate": _mean(steps.column("router_flip_rate"), audited_tokens),
+        "max_abs_diff": _maximum(largest),
+        "router_flip_rate": _mean(steps.column("router_flip_rate"), pairs),
         "max_staleness": _whole(_maximum(steps.column("staleness_max"))),
         "swaps": len(swaps),
         "swap_seconds_p50": _median(swaps.column("swap_seconds")),
@@ -65,12 +66,6 @@ def _median(values: Floats) -> float | None:
 
 def _total(values: Floats) -> float:
     return float(np.nansum(values))
-
-
-def _span(started: Floats, ended: Floats) -> float:
-    if not (np.isfinite(started).any() and np.isfinite(ended).any()):
-        return 0.0
-    return float(np.nanmax(ended) - np.nanmin(started))
 
 
 def _ratio(amount: float, seconds: float) -> float | None:

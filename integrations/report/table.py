@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Floats", "Table"]
+__all__ = ["Floats", "Table", "is_number"]
 
 Floats = NDArray[np.float64]
 
@@ -23,9 +24,17 @@ class Table:
         return len(self.rows)
 
     def column(self, name: str) -> Floats:
-        """The numbers under `name`; booleans, texts, nulls and absent keys become NaN."""
-        values = [_number(row.get(name)) for row in self.rows]
-        return np.array(values, dtype=np.float64)
+        """The finite numbers under `name`; everything else and absent keys become NaN."""
+        values = (row.get(name) for row in self.rows)
+        return np.array([v if is_number(v) else np.nan for v in values], dtype=np.float64)
+
+    def texts(self, name: str) -> list[str]:
+        """The values under `name` as texts; absent ones are empty."""
+        return ["" if row.get(name) is None else str(row[name]) for row in self.rows]
+
+    def matching(self, name: str, text: str) -> Table:
+        """The rows whose value under `name` reads `text`."""
+        return self.where(np.array([value == text for value in self.texts(name)], dtype=np.bool_))
 
     def where(self, keep: NDArray[np.bool_]) -> Table:
         """The rows at which `keep` is true."""
@@ -37,11 +46,11 @@ class Table:
 
     def last_per(self, name: str) -> Table:
         """One row per value of a column, the last one, in the order of the column."""
-        latest = {row[name]: row for row in self.rows if np.isfinite(_number(row.get(name)))}
+        latest = {row[name]: row for row in self.rows if is_number(row.get(name))}
         return Table(latest.values()).sorted_by(name)
 
 
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return np.nan
-    return float(value)
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of an event is a finite number."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value)

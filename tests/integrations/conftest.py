@@ -50,9 +50,8 @@ class SyntheticRun:
             versions={"python": "3.11.7", "torch": "2.13.0+cpu", "lockstep": "0.1.0"},
             resumed=resumed,
             contract="5f0c9a1e22b7d314",
-            parameters=2_107_392,
-            model_bytes=MODEL_BYTES,
         )
+        self.emit(at + 0.8, "model", parameters=2_107_392, model_bytes=MODEL_BYTES)
 
     def warm_start(self, begin: float, end: float, steps: int = 60) -> None:
         for step in range(1, steps + 1):
@@ -86,8 +85,9 @@ class SyntheticRun:
             max_abs_diff=9 * drift,
             exact_fraction=1.0 if drift == 0 else 0.4,
             router_flip_rate=drift / 3,
-            audited_tokens=232,
-            unaudited_tokens=tokens - 232,
+            router_pairs=464.0,
+            audited_tokens=232.0,
+            unaudited_tokens=0.0,
             off_policy_k3_kl=0.004 * stale * self.random.uniform(0.5, 1.5),
             ess=1 - 0.02 * stale * self.random.uniform(0.4, 1.2),
             masked_fraction=0.002 * stale,
@@ -111,7 +111,7 @@ class SyntheticRun:
             committed,
             "swap",
             version=version,
-            replica=0,
+            replica="rollout-0",
             bytes=MODEL_BYTES,
             announced=published,
             staged=staged,
@@ -145,7 +145,7 @@ class SyntheticRun:
             self.emit(
                 at + 0.5,
                 "rollout",
-                replica=0,
+                replica="rollout-0",
                 started=at,
                 ended=at + 0.5,
                 busy_seconds=busy,
@@ -160,6 +160,7 @@ class SyntheticRun:
 
     def train(self, begin: float, first: int, last: int) -> float:
         now = begin
+        self.swap(begin - 0.4, first - 1)
         for version in range(first, last + 1):
             now = self.step(now + self.step_seconds * self.random.uniform(0.03, 0.2), version)
             self.swap(now + 0.002, version)

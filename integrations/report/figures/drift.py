@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from integrations.report.figures.axes import line, say, version_axis
 from integrations.report.record import RunRecord
@@ -15,7 +15,7 @@ __all__ = ["DRIFT_SERIES", "draw_drift", "draw_drift_series"]
 # Column, title, label of the y axis.
 DRIFT_SERIES = (
     ("k3_kl", "k3 KL divergence", "nats"),
-    ("max_abs_diff", "largest |log-probability difference|", "nats"),
+    ("max_abs_diff", "largest |difference| of log-probabilities", "nats"),
     ("router_flip_rate", "router flips", "share of choices"),
 )
 
@@ -51,8 +51,5 @@ def draw_drift_series(axes: Axes, run: RunRecord, column: str, unit: str) -> Non
         return
     axes.set_ylim(bottom=min(0.0, float(y.min())))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=3))
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    axes.annotate(
-        f"median {np.median(y):.2g}, largest {y.max():.2g}",
-        (1, 1), xycoords="axes fraction", ha="right", va="bottom", color=LIGHT.alert,
-    )  # fmt: skip
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
+    axes.set_title(f"up to {y.max():.2g}", loc="right", color=LIGHT.alert)

@@ -1,8 +1,6 @@
-"""Who worked when? The whole run in lanes, its throughput, and a close-up of a few versions."""
+"""Who worked when? The whole run in lanes, and its throughput."""
 
 from __future__ import annotations
-
-from typing import TypeGuard
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,20 +8,19 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from integrations.report.figures.axes import close_up_to_zero, say
 from integrations.report.record import RunRecord
-from integrations.report.table import Floats, Table
+from integrations.report.table import Floats, Table, is_number
 from integrations.report.theme import LIGHT
 
-__all__ = ["busy_share", "draw_close_up", "draw_lanes", "draw_throughput"]
+__all__ = ["LANE", "busy_share", "draw_lanes", "draw_throughput", "replicas"]
 
 BINS = 500
 LANE = 0.72
-CLOSE_UP_VERSIONS = 5
 
 
 def draw_lanes(axes: Axes, run: RunRecord, *, compact: bool = False) -> None:
     """Lanes of work of learner and rollout replicas; swaps, checkpoints, evaluations as marks."""
-    replicas = _replicas(run)
-    names = ["learner", *_replica_names(replicas), "swaps"]
+    engines = replicas(run)
+    names = ["learner", *engines, "swaps"]
     if not compact:
         names += ["checkpoints", "evaluations"]
     if run.duration <= 0 or (len(run.attempts_of_steps) == 0 and len(run.rollouts) == 0):
@@ -34,9 +31,9 @@ def draw_lanes(axes: Axes, run: RunRecord, *, compact: bool = False) -> None:
     _warm_start(axes, run, rows["learner"], compact=compact)
     spans = _spans(run.attempts_of_steps, merge=width)
     _bars(axes, spans, rows["learner"], LIGHT.learner, least=width)
-    for name, replica in zip(_replica_names(replicas), replicas, strict=True):
-        _busy_area(axes, run.rollouts.where(run.rollouts.column("replica") == replica), rows[name],
-                   run.duration)  # fmt: skip
+    for name, replica in engines.items():
+        own = run.rollouts.matching("replica", replica)
+        _busy_area(axes, own, rows[name], run.duration)
     _ticks(axes, run.swaps.column("committed"), rows["swaps"], LIGHT.swap, run.duration)
     if not compact:
         for name, table in (("checkpoints", run.checkpoints), ("evaluations", run.evaluations)):
@@ -50,8 +47,8 @@ def draw_lanes(axes: Axes, run: RunRecord, *, compact: bool = False) -> None:
     for resumed in run.resumed_at:
         axes.axvline(resumed, color=LIGHT.alert, linewidth=1.1, linestyle=(0, (3, 2)))
         axes.annotate(
-            "resumed", (resumed, 1), xycoords=("data", "axes fraction"), xytext=(3, -1),
-            textcoords="offset points", va="top", color=LIGHT.alert,
+            "resumed", (resumed, 1), xycoords=("data", "axes fraction"), xytext=(0, 2),
+            textcoords="offset points", ha="center", va="bottom", color=LIGHT.alert,
         )  # fmt: skip
     axes.set_yticks(list(rows.values()), list(rows))
     axes.tick_params(axis="y", labelcolor=LIGHT.ink)
@@ -87,47 +84,12 @@ def draw_throughput(axes: Axes, run: RunRecord) -> None:
     time_axis(axes, run.duration)
 
 
-def draw_close_up(axes: Axes, run: RunRecord) -> None:
-    """A few versions from the middle: what the learner trains while the engines serve what."""
-    window = _window(run)
-    if window is None:
-        say(axes, "a close-up needs at least two trained versions and their swaps")
-        return
-    begin, end = window
-    replicas = _replicas(run)
-    names = ["learner trains", "weights travel", *(f"{n} serves" for n in _replica_names(replicas))]
-    rows = {name: len(names) - 1 - index for index, name in enumerate(names)}
-    for row in run.attempts_of_steps.rows:
-        _labelled(axes, row.get("started"), row.get("ended"), rows["learner trains"],
-                  row.get("version"), LIGHT.learner, window)  # fmt: skip
-    for index, replica in enumerate(replicas):
-        own = run.swaps.where(run.swaps.column("replica") == replica).sorted_by("committed").rows
-        lane = rows[names[2 + index]]
-        for row, following in zip(own, [*own[1:], {"committed": run.duration}], strict=True):
-            _labelled(axes, row.get("committed"), following.get("committed"), lane,
-                      row.get("version"), LIGHT.rollout, window)  # fmt: skip
-    for row in run.swaps.rows:
-        announced, committed = row.get("announced"), row.get("committed")
-        if not (_number(announced) and _number(committed)) or committed < begin or announced > end:
-            continue
-        crowded = end - committed < (end - begin) * 0.06
-        thinnest = (end - begin) / 300
-        axes.barh(
-            rows["weights travel"], max(committed - announced, thinnest), left=announced,
-            height=LANE, color=LIGHT.swap,
-        )  # fmt: skip
-        axes.annotate(
-            "" if crowded else f"v{row.get('version')}  {(committed - announced) * 1e3:.0f} ms",
-            (max(committed, announced + thinnest), rows["weights travel"]), xytext=(4, 0),
-            textcoords="offset points", va="center", color=LIGHT.swap,
-        )  # fmt: skip
-        axes.axvline(committed, color=LIGHT.swap, linewidth=0.7, alpha=0.45, zorder=0)
-    axes.set_yticks(list(rows.values()), list(rows))
-    axes.tick_params(axis="y", labelcolor=LIGHT.ink)
-    axes.set_ylim(-0.6, len(names) - 0.4)
-    axes.set_xlim(begin, end)
-    axes.grid(visible=False)
-    axes.set_xlabel("seconds since the run began")
+def replicas(run: RunRecord) -> dict[str, str]:
+    """The rollout engines of a run: name of the lane to the label in the events."""
+    labels = sorted({*run.rollouts.texts("replica"), *run.commits.texts("replica")} - {""})
+    if len(labels) <= 1:
+        return {"rollout": labels[0] if labels else ""}
+    return {f"rollout {label}" if label.isdigit() else label: label for label in labels}
 
 
 def busy_share(spans: Table) -> float | None:
@@ -141,8 +103,8 @@ def busy_share(spans: Table) -> float | None:
         return None
     busy = spans.column("busy_seconds")
     busy = np.where(np.isfinite(busy), busy, ended - started)[known].sum()
-    replicas = max(1, np.unique(spans.column("replica")[known]).size)
-    total = (ended[known].max() - started[known].min()) * replicas
+    workers = max(1, len(set(spans.texts("replica"))))
+    total = (ended[known].max() - started[known].min()) * workers
     return min(1.0, float(busy / total)) if total > 0 else None
 
 
@@ -163,17 +125,6 @@ def time_axis(axes: Axes, duration: float) -> None:
     ticks = ticks[(ticks >= 0) & (ticks <= duration)]
     axes.set_xticks(ticks, [f"{tick / scale:g}" for tick in ticks])
     axes.set_xlabel(f"{unit} since the run began")
-
-
-def _replicas(run: RunRecord) -> list[float]:
-    seen = np.concatenate([run.rollouts.column("replica"), run.swaps.column("replica")])
-    return sorted(set(seen[np.isfinite(seen)].tolist())) or [0.0]
-
-
-def _replica_names(replicas: list[float]) -> list[str]:
-    if len(replicas) == 1:
-        return ["rollout"]
-    return [f"rollout {int(replica)}" for replica in replicas]
 
 
 def _spans(table: Table, *, merge: float) -> list[tuple[float, float]]:
@@ -236,7 +187,7 @@ def _per_bin(table: Table, column: str, duration: float, bins: int) -> tuple[Flo
 def _covered(table: Table, edges: Floats) -> Floats:
     """Seconds of each bin that lie within a row's span."""
     rows = ({**row, "length": row["ended"] - row["started"]} for row in table.rows
-            if _number(row.get("started")) and _number(row.get("ended")))  # fmt: skip
+            if is_number(row.get("started")) and is_number(row.get("ended")))  # fmt: skip
     return _per_bin(Table(rows), "length", float(edges[-1]), edges.size - 1)[1]
 
 
@@ -263,51 +214,3 @@ def _slots(times: Floats, duration: float, count: int) -> Floats:
     if times.size <= count:
         return times
     return np.unique(np.round(times / duration * count)) * duration / count
-
-
-def _window(run: RunRecord) -> tuple[float, float] | None:
-    """From the beginning to the end of a few consecutive versions in the middle of the run."""
-    spans = run.steps.where(
-        np.isfinite(run.steps.column("started")) & np.isfinite(run.steps.column("ended"))
-    )
-    committed = run.swaps.column("committed")
-    if len(spans) < 2 or not np.isfinite(committed).any():
-        return None
-    first = max(0, (len(spans) - CLOSE_UP_VERSIONS) // 2)
-    chosen = spans.rows[first : first + CLOSE_UP_VERSIONS]
-    begin, end = float(chosen[0]["started"]), float(chosen[-1]["ended"])
-    if any(begin < resumed < end for resumed in run.resumed_at):
-        return None
-    margin = (end - begin) * 0.02
-    return begin - margin, end + margin
-
-
-def _labelled(
-    axes: Axes,
-    begin: object,
-    end: object,
-    row: int,
-    version: object,
-    colour: str,
-    window: tuple[float, float],
-) -> None:
-    """A bar clipped to the window, with its version inside where there is room."""
-    if not (_number(begin) and _number(end)):
-        return
-    left, right = max(float(begin), window[0]), min(float(end), window[1])
-    if right <= left:
-        return
-    odd = isinstance(version, int) and version % 2 == 1
-    axes.barh(
-        row, right - left, left=left, height=LANE, color=colour, alpha=0.34 if odd else 0.2,
-        linewidth=0,
-    )  # fmt: skip
-    axes.vlines([left], row - LANE / 2, row + LANE / 2, color=colour, linewidth=2)
-    if right - left > (window[1] - window[0]) * 0.035:
-        axes.text(
-            (left + right) / 2, row, f"v{version}", ha="center", va="center", color=LIGHT.ink
-        )  # fmt: skip
-
-
-def _number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and bool(np.isfinite(value))
