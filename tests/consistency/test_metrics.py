@@ -151,7 +151,7 @@ def test_a_missing_logprob_raises_and_is_never_taken_for_probability_one(side, m
     values = {"lp_train": TRAIN.clone(), "lp_roll": ROLL.clone()}
     values[side][1, 1] = missing
     with pytest.raises(InvalidInputError, match=rf"{side}\[1, 1\]"):
-        mismatch_metrics(**values, mask=MASK)
+        mismatch_metrics(values["lp_train"], values["lp_roll"], MASK)
 
 
 def test_what_the_mask_hides_may_be_missing():

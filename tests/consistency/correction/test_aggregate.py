@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def norm_for(mode, value=8.0):
+def norm_for(mode: str, value: float = 8.0) -> dict[str, Any]:
     return {"norm": value} if mode == "seq-mean-token-sum-norm" else {}
 
 

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_worked_example_of_the_veto():
 
 def test_the_veto_sees_raw_ratios_and_ignores_masked_tokens():
     old, roll = torch.tensor([[-30.0, -1.0]]), torch.tensor([[-1.0, -1.0]])
-    everything = {"low": 0.0, "high": math.inf}
+    everything: dict[str, Any] = {"low": 0.0, "high": math.inf}
     assert kept(ratio_mask(old, roll, veto=1e-10, **everything)) == [[0, 0]]
     mask = torch.tensor([[0, 1]])
     assert kept(ratio_mask(old, roll, mask, veto=1e-10, **everything)) == [[0, 1]]

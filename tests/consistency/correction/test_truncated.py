@@ -42,9 +42,9 @@ def test_worked_example_of_sequence_normalised_tis():
 
 
 def test_an_empty_sequence_does_not_enter_the_mean_of_sequence_weights():
-    padded = [torch.cat([values, torch.zeros(1, 3).double()]) for values in (OLD, ROLL)]
+    old, roll = (torch.cat([values, torch.zeros(1, 3).double()]) for values in (OLD, ROLL))
     mask = torch.cat([MASK, torch.zeros(1, 3, dtype=torch.int64)])
-    found = sequence_tis(*padded, mask, limit=2.0, normalise=True)
+    found = sequence_tis(old, roll, mask, limit=2.0, normalise=True)
     assert close(found.weight, [[0.888889] * 3, [1.111111, 1.111111, 0.0], [0.0] * 3])
 
 
