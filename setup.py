@@ -31,7 +31,9 @@ COMPILE_FLAGS = [
     "-fno-trapping-math",
     "-Wall",
     "-Wextra",
-    "-Wno-maybe-uninitialized",  # false alarms inside the AVX-512 headers of GCC 12
+    # False alarms inside the AVX-512 headers of GCC 12.
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
 ]
 V3_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 V4_FLAGS = [*V3_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]

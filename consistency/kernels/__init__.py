@@ -5,8 +5,10 @@ modules of the same names.
 """
 
 from consistency.kernels.attention import attention_paged, attention_varlen
+from consistency.kernels.embedding import embedding
 from consistency.kernels.grouped import grouped_linear
 from consistency.kernels.linear import join_partials, linear, row_parallel_partial
+from consistency.kernels.lm_head import lm_head_logits, lm_head_logprob, token_logprob
 from consistency.kernels.matmul import matmul
 from consistency.kernels.moe import moe_experts
 from consistency.kernels.rms_norm import rms_norm
@@ -20,10 +22,13 @@ from consistency.kernels.top_k import top_k
 __all__ = [
     "attention_paged",
     "attention_varlen",
+    "embedding",
     "grouped_linear",
     "gumbel_noise",
     "join_partials",
     "linear",
+    "lm_head_logits",
+    "lm_head_logprob",
     "log_softmax",
     "matmul",
     "moe_experts",
@@ -35,5 +40,6 @@ __all__ = [
     "sample",
     "silu_and_mul",
     "softmax",
+    "token_logprob",
     "top_k",
 ]

@@ -66,6 +66,17 @@ def require_integer(
         )
 
 
+def require_indices(name: str, tensor: torch.Tensor, limit: int, meaning: str) -> None:
+    """Raises unless every element of an integer tensor lies in [0, limit)."""
+    if tensor.numel() == 0:
+        return
+    lowest, highest = (int(bound) for bound in tensor.aminmax())
+    if lowest < 0 or highest >= limit:
+        raise InvalidInputError(
+            f"{name} must lie in [0, {limit}) ({meaning}), got values from {lowest} to {highest}"
+        )
+
+
 def require_cpu(name: str, tensor: torch.Tensor) -> None:
     """Raises unless the tensor is an ordinary dense CPU tensor."""
     if not tensor.is_cpu:

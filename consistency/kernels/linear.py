@@ -68,7 +68,9 @@ def linear(
     else:
         output_dtype_code(out_dtype)
     chunks = chunk_count(weight.shape[1], tp_invariant)
-    return _apply(x, weight, bias, out_dtype, chunks, tp_invariant)
+    return linear_with_chunks(
+        x, weight, bias, out_dtype, chunks=chunks, tp_invariant=tp_invariant
+    )
 
 
 def row_parallel_partial(
@@ -100,7 +102,9 @@ def row_parallel_partial(
             f"got x {tuple(x.shape)}"
         )
     require_chunks(chunks, weight.shape[1])
-    return _apply(x, weight, None, torch.float32, chunks, tp_invariant)
+    return linear_with_chunks(
+        x, weight, None, torch.float32, chunks=chunks, tp_invariant=tp_invariant
+    )
 
 
 def join_partials(
@@ -151,14 +155,16 @@ def accumulate_or_return(weight: torch.Tensor, left: torch.Tensor, right: torch.
     return multiply(left, right, weight.new_empty(weight.shape))
 
 
-def _apply(
+def linear_with_chunks(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    *,
     chunks: int,
     tp_invariant: bool,
 ) -> torch.Tensor:
+    """`linear` of checked arguments; `tp_invariant` governs the backward's reduction over N."""
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):

@@ -1,0 +1,181 @@
+// Log-probability and entropy of one token per row of fp32 logits, with their gradient.
+//
+// With z = logit / temperature (one division), m = max z, d = z - m, S = sum exp(d):
+//   logprob = d[target] - log S          entropy = log S - sum(exp(d) d) / S
+//
+// Order of reduction, a function of the vocabulary's width V alone. V is cut into P equal parts, the
+// largest power of two P <= 8 with V % (64 P) == 0, else 1; a part into segments of 1024 columns.
+// A segment is folded into 16 lanes by index modulo 16, in order, and the lanes by the tree of
+// simd.hpp. Segments of a part are joined by the binary tree whose left side is the largest power
+// of two, parts by the same tree. A vocabulary-parallel rank with P / R parts computes a subtree.
+#include <algorithm>
+#include <cmath>
+
+#include "ieee_mode.hpp"
+#include "typed.hpp"
+
+namespace lockstep {
+namespace {
+
+constexpr int64_t kSegment = 1024;
+// Replaces -inf in products with a probability of exactly zero, where 0 * -inf would be NaN.
+constexpr float kFloor = -1e30f;
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+struct Sums {
+  float weight;  // sum exp(d)
+  float moment;  // sum exp(d) d
+};
+
+inline Sums operator+(Sums a, Sums b) { return {a.weight + b.weight, a.moment + b.moment}; }
+
+// Joins values in their order of arrival by the binary tree whose left side is the largest power
+// of two.
+class Tree {
+ public:
+  void push(Sums value) {
+    for (int64_t done = ++count_; done % 2 == 0; done /= 2) value = stack_[--top_] + value;
+    stack_[top_++] = value;
+  }
+  Sums total() const {
+    Sums value = stack_[top_ - 1];
+    for (int i = top_ - 2; i >= 0; --i) value = stack_[i] + value;
+    return value;
+  }
+
+ private:
+  Sums stack_[64];
+  int top_ = 0;
+  int64_t count_ = 0;
+};
+
+int64_t parts_of(int64_t width) {
+  for (int64_t parts = 8; parts > 1; parts /= 2)
+    if (width % (64 * parts) == 0) return parts;
+  return 1;
+}
+
+// log x for a positive normal number, within 1 ulp of double, from explicit operations alone: the
+// library's log may differ between processors.
+double natural_log(double x) {
+  if (!(x > 0.0) || std::isinf(x)) return x > 0.0 ? x : std::nan("");
+  int exponent;
+  double f = std::frexp(x, &exponent);
+  if (f < 0.70710678118654752) {
+    f *= 2.0;
+    --exponent;
+  }
+  const double s = (f - 1.0) / (f + 1.0);
+  const double square = s * s;
+  double series = 0.0;
+  for (int term = 23; term >= 1; term -= 2) series = series * square + 1.0 / term;
+  return 2.0 * s * series + exponent * 0.69314718055994531;
+}
+
+F16 scaled(const float* row, int64_t i, int64_t end, F16 temperature) {
+  return div(load_typed<kFloat32>(row + i, end - i, kMinusInfinity), temperature);
+}
+
+float maximum_of(const float* row, int64_t width, F16 temperature) {
+  F16 best = set1(kMinusInfinity);
+  // A NaN leaves the maximum alone; it enters the sums.
+  for (int64_t i = 0; i < width; i += kLanes) best = max(scaled(row, i, width, temperature), best);
+  return max(best);
+}
+
+Sums sums_of(const float* row, int64_t width, F16 temperature, float maximum) {
+  const F16 shift = set1(maximum), floor = set1(kFloor);
+  const int64_t parts = parts_of(width), part_width = width / parts;
+  Tree whole;
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t part_end = (part + 1) * part_width;
+    Tree segments;
+    for (int64_t start = part * part_width; start < part_end; start += kSegment) {
+      const int64_t end = std::min(start + kSegment, part_end);
+      F16 weight = zero(), moment = zero();
+      for (int64_t i = start; i < end; i += kLanes) {
+        const F16 d = sub(scaled(row, i, end, temperature), shift);
+        const F16 e = exp(d);
+        weight = add(weight, e);
+        moment = fma(e, max(d, floor), moment);
+      }
+      segments.push({sum(weight), sum(moment)});
+    }
+    whole.push(segments.total());
+  }
+  return whole.total();
+}
+
+// g_logprob (onehot - p) - g_entropy p (log p + entropy), over the temperature, in place.
+void gradient_row(float* row, int64_t width, int64_t target, float temperature, float maximum,
+                  float weight, float entropy, float grad_logprob, float grad_entropy) {
+  if (grad_logprob == 0.0f && grad_entropy == 0.0f) {
+    std::fill(row, row + width, 0.0f);
+    return;
+  }
+  const F16 divisor = set1(temperature), shift = set1(maximum), floor = set1(kFloor);
+  const F16 inverse = set1(1.0f / weight);
+  const F16 minus_entropy_grad = set1(-grad_entropy), logprob_grad = set1(grad_logprob);
+  const F16 offset = set1(static_cast<float>(entropy - natural_log(weight)));
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const F16 d = sub(scaled(row, i, width, divisor), shift);
+    const F16 p = mul(exp(d), inverse);
+    const F16 slope = sub(mul(minus_entropy_grad, add(max(d, floor), offset)), logprob_grad);
+    F16 grad = mul(p, slope);
+    if (i <= target && target < i + kLanes) {
+      float lanes[kLanes];
+      store(lanes, grad);
+      lanes[target - i] += grad_logprob;
+      grad = load(lanes);
+    }
+    store_typed<kFloat32>(row + i, div(grad, divisor), width - i);
+  }
+}
+
+}  // namespace
+}  // namespace lockstep
+
+// statistics[0 .. rows): m; [rows .. 2 rows): S; both are kept for the gradient.
+LOCKSTEP_API int32_t lockstep_token_logprob(const float* logits, int64_t row_stride, int64_t rows,
+                                            int64_t width, const int64_t* targets,
+                                            float temperature, float* logprob, float* entropy,
+                                            float* maximum, float* weight, int32_t threads) {
+  using namespace lockstep;
+  const int team = team_size(threads, rows * width);
+#pragma omp parallel num_threads(team) if (team > 1)
+  {
+    const IeeeMode mode;
+#pragma omp for schedule(dynamic)
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* row = logits + r * row_stride;
+      const F16 divisor = set1(temperature);
+      const float m = maximum_of(row, width, divisor);
+      const Sums sums = sums_of(row, width, divisor, m);
+      const double log_weight = natural_log(sums.weight);
+      const double chosen = static_cast<double>(row[targets[r]] / temperature) - m;
+      logprob[r] = static_cast<float>(chosen - log_weight);
+      entropy[r] = static_cast<float>(log_weight - static_cast<double>(sums.moment) / sums.weight);
+      maximum[r] = m;
+      weight[r] = sums.weight;
+    }
+  }
+  return 0;
+}
+
+// Turns columns [first, first + width) of the logits into the gradient with respect to them.
+LOCKSTEP_API int32_t lockstep_token_logprob_gradient(
+    float* logits, int64_t row_stride, int64_t rows, int64_t first, int64_t width,
+    const int64_t* targets, float temperature, const float* maximum, const float* weight,
+    const float* entropy, const float* grad_logprob, const float* grad_entropy, int32_t threads) {
+  using namespace lockstep;
+  const int team = team_size(threads, rows * width);
+#pragma omp parallel num_threads(team) if (team > 1)
+  {
+    const IeeeMode mode;
+#pragma omp for schedule(dynamic)
+    for (int64_t r = 0; r < rows; ++r)
+      gradient_row(logits + r * row_stride, width, targets[r] - first, temperature, maximum[r],
+                   weight[r], entropy[r], grad_logprob[r], grad_entropy[r]);
+  }
+  return 0;
+}
