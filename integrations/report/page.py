@@ -95,20 +95,21 @@ def write_report(run_dir: Path | str, out: Path | str | None = None) -> Path:
 
 def render_page(run: RunRecord) -> str:
     """The report as HTML text."""
-    body = "\n".join(
-        [
-            _header(run),
-            _tiles(run),
-            _learning(run),
-            _drift(run),
-            _staleness(run),
-            _swaps(run),
-            _time(run),
-            _optimisation(run),
-            _samples(run),
-            _appendix(run),
-        ]
-    )
+    parts = [_header(run), _tiles(run)]
+    if len(run.steps) or len(run.evaluations) or len(run.warm_start):
+        parts.append(_learning(run))
+    if len(run.steps):
+        parts += [_drift(run), _staleness(run)]
+    if len(run.swaps):
+        parts.append(_swaps(run))
+    if len(run.attempts_of_steps) or len(run.rollouts):
+        parts.append(_time(run))
+    if len(run.steps):
+        parts.append(_optimisation(run))
+    if len(run.samples):
+        parts.append(_samples(run))
+    parts.append(_appendix(run))
+    body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -303,14 +304,12 @@ def _time(run: RunRecord) -> str:
 
 def _optimisation(run: RunRecord) -> str:
     svg = _stack(draw_learner, run, rows=2, columns=2, width=FULL, height=4.2)
-    lead = "Faint lines are the recorded values, strong ones a moving mean."
+    lead = "Where there are two lines, the faint one is as recorded, the strong one a moving mean."
     return section("Is the optimisation healthy?", lead, [card("Learner", "", svg, wide=True)])
 
 
 def _samples(run: RunRecord) -> str:
     rows = run.samples.rows
-    if not rows:
-        return ""
     picked = [rows[index] for index in _spread(len(rows), SAMPLES)]
     cells = [
         (

@@ -70,6 +70,7 @@ th { color: var(--muted); font-weight: 500; white-space: nowrap; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 td.text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, "SF Mono",
   Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 12.5px; }
+.card td.number, .card th.number { width: 1%; padding-left: 6px; }
 tr:last-child td { border-bottom: none; }
 details { background: var(--surface); border: 1px solid var(--grid); border-radius: 12px;
   margin-top: 12px; }

@@ -52,5 +52,6 @@ class Table:
 
 def is_number(value: object) -> TypeGuard[float]:
     """Whether a value of an event is a finite number."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value)

@@ -11,10 +11,23 @@ from matplotlib.ticker import MaxNLocator
 from integrations.report.table import Floats
 from integrations.report.theme import LIGHT
 
-__all__ = ["POINTS", "close_up_to_zero", "line", "say", "smooth", "thin", "version_axis"]
+__all__ = [
+    "DISTINCT",
+    "POINTS",
+    "close_up_to_zero",
+    "line",
+    "say",
+    "smooth",
+    "thin",
+    "trend",
+    "version_axis",
+]
 
 # More points than this cannot be told apart at the width of a plot; they only make the page heavy.
 POINTS = 800
+
+# Up to this many points the eye follows a line from point to point.
+DISTINCT = 100
 
 
 def thin(x: Floats, y: Floats, limit: int = POINTS) -> tuple[Floats, Floats]:
@@ -52,8 +65,21 @@ def line(axes: Axes, x: Floats, y: Floats, colour: str, **options: object) -> bo
     return True
 
 
+def trend(axes: Axes, x: Floats, y: Floats, colour: str, **options: object) -> bool:
+    """A series as recorded; a long one faint, with a moving mean as the strong line."""
+    known = np.isfinite(x) & np.isfinite(y)
+    x, y = x[known], y[known]
+    window = max(1, y.size // 20) if y.size > DISTINCT else 1
+    if window > 1:
+        line(axes, x, y, colour, linewidth=0.7, alpha=0.3)
+    return line(axes, x, smooth(y, window), colour, **options)
+
+
 def version_axis(axes: Axes, label: str = "weight version") -> None:
     """Whole numbers along x."""
+    left, right = axes.get_xlim()
+    if right - left < 1:
+        axes.set_xlim((left + right) / 2 - 0.5, (left + right) / 2 + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     axes.set_xlabel(label)
 
@@ -65,9 +91,7 @@ def close_up_to_zero(axes: Axes, top: float) -> None:
 
 def say(axes: Axes, text: str) -> None:
     """Words in the middle of axes that have nothing to show."""
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.grid(visible=False)
+    axes.set_axis_off()
     axes.text(
         0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=LIGHT.muted
     )  # fmt: skip

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from integrations.report.figures.axes import line, say, smooth, version_axis
+from integrations.report.figures.axes import line, say, trend, version_axis
 from integrations.report.record import RunRecord
 from integrations.report.theme import LIGHT
 
@@ -22,7 +22,7 @@ LEARNER_SERIES = (
 
 
 def draw_learner(axes_list: list[Axes], run: RunRecord) -> None:
-    """One small plot per series: faint as recorded, strong as a moving mean."""
+    """One small plot per series."""
     x = run.steps.column("version")
     for axes, (column, title, unit, from_zero) in zip(axes_list, LEARNER_SERIES, strict=True):
         axes.set_title(title + (f" ({unit})" if unit else ""))
@@ -46,10 +46,7 @@ def _draw_series(axes: Axes, x: np.ndarray, y: np.ndarray, *, from_zero: bool) -
     if y.size == 0:
         say(axes, "not recorded" if missing == 0 else "not a number in every version")
         return
-    window = max(1, y.size // 20)
-    if window > 1:
-        line(axes, x, y, LIGHT.learner, linewidth=0.8, alpha=0.4)
-    line(axes, x, smooth(y, window), LIGHT.learner)
+    trend(axes, x, y, LIGHT.learner)
     if from_zero:
         axes.set_ylim(bottom=min(0.0, float(y.min())))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.axes import Axes
 
-from integrations.report.figures.axes import line, say, smooth, version_axis
+from integrations.report.figures.axes import line, say, trend, version_axis
 from integrations.report.record import RunRecord
 from integrations.report.theme import LIGHT
 
@@ -17,17 +17,15 @@ def draw_reward(axes: Axes, run: RunRecord) -> None:
     versions, rewards = run.steps.column("version"), run.steps.column("reward_mean")
     known = np.isfinite(rewards)
     versions, rewards = versions[known], rewards[known]
-    window = max(1, rewards.size // 20)
     held_out_x, held_out_y = run.evaluations.column("version"), run.evaluations.column("reward")
     if rewards.size == 0 and not np.isfinite(held_out_y).any():
         say(axes, "no reward recorded yet")
         return
-    if window > 1:
-        line(axes, versions, rewards, LIGHT.rollout, linewidth=0.8, alpha=0.4)
-    line(axes, versions, smooth(rewards, window), LIGHT.rollout, label="training batches")
+    trend(axes, versions, rewards, LIGHT.rollout, label="training batches", linewidth=1.2)
     line(
         axes, held_out_x, held_out_y, LIGHT.held_out,
-        linewidth=2.2, marker="o", markersize=4.5, label="held out", zorder=3,
+        linewidth=2.2, marker="o" if held_out_x.size <= 60 else None, markersize=4.5,
+        label="held out", zorder=3,
     )  # fmt: skip
     _label_ends(axes, held_out_x, held_out_y)
     low, high = axes.get_ylim()

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from integrations.report.figures.axes import line, say, version_axis
+from integrations.report.figures.axes import DISTINCT, line, say, trend, version_axis
 from integrations.report.record import RunRecord
 from integrations.report.theme import LIGHT
 
@@ -17,10 +17,12 @@ def draw_staleness(axes: Axes, run: RunRecord) -> None:
     """Mean and largest staleness of every training batch, and the limit that admission enforces."""
     x = run.steps.column("version")
     mean, largest = run.steps.column("staleness_mean"), run.steps.column("staleness_max")
+    many = x.size > DISTINCT
     drawn = line(
-        axes, x, largest, LIGHT.swap, drawstyle="steps-mid", linewidth=1.1, label="largest in batch"
-    )
-    drawn |= line(axes, x, mean, LIGHT.learner, linewidth=2.0, label="mean of batch")
+        axes, x, largest, LIGHT.swap, drawstyle="steps-mid", label="largest in batch",
+        linewidth=0.6 if many else 1.1, alpha=0.35 if many else 1.0,
+    )  # fmt: skip
+    drawn |= trend(axes, x, mean, LIGHT.learner, linewidth=2.0, label="mean of batch")
     if not drawn:
         say(axes, "no training step yet")
         return
@@ -64,7 +66,7 @@ def draw_off_policy(axes_list: list[Axes], run: RunRecord) -> None:
     x = run.steps.column("version")
     divergence, shares = axes_list
     divergence.set_title("k3 KL, learner's weights against the sampling weights")
-    if line(divergence, x, run.steps.column("off_policy_k3_kl"), LIGHT.learner):
+    if trend(divergence, x, run.steps.column("off_policy_k3_kl"), LIGHT.learner):
         divergence.set_ylim(bottom=0)
         divergence.set_ylabel("nats")
         divergence.yaxis.set_major_locator(MaxNLocator(nbins=4))
@@ -72,8 +74,8 @@ def draw_off_policy(axes_list: list[Axes], run: RunRecord) -> None:
         say(divergence, "not recorded")
     version_axis(divergence)
     shares.set_title("share of tokens")
-    drawn = line(shares, x, run.steps.column("clip_fraction"), LIGHT.swap, label="clipped")
-    drawn |= line(
+    drawn = trend(shares, x, run.steps.column("clip_fraction"), LIGHT.swap, label="clipped")
+    drawn |= trend(
         shares, x, run.steps.column("masked_fraction"), LIGHT.rollout,
         linestyle=(0, (4, 2)), label="masked or capped",
     )  # fmt: skip
