@@ -19,6 +19,7 @@ constexpr int64_t kMostColumns = 256;
 constexpr int64_t kFewestColumns = 64;
 // Steps in k for which `stream` widens its rows of A at once.
 constexpr int64_t kStreamDepth = 2048;
+constexpr int64_t kStreamStride = kStreamDepth + kLanes;
 // Multiply-adds that pay for waking a thread.
 constexpr int64_t kGrain = int64_t{1} << 18;
 constexpr int64_t kTilesPerThread = 4;
@@ -53,7 +54,7 @@ void packed_tile(const Product& product, int64_t row, int64_t rows, int64_t colu
   for (int64_t k = begin; k < end; k += kDepth) {
     const int64_t depth = std::min(kDepth, end - k);
     const bool first = fresh && k == begin;
-    pack_operand(product.a, row, k, rows, depth, a, kDepth);
+    pack_operand(product.a, row, k, rows, depth, a, kRowStride);
     for (int64_t c = 0; c < columns; c += kTilePanels * kLanes) {
       int panels = 0;
       for (; panels < kTilePanels && c + panels * kLanes < columns; ++panels) {
@@ -95,7 +96,7 @@ void streamed_tile(const Product& product, int64_t rows, int64_t column, int64_t
       sums[(c / 8 * rows + r) * 8 + c % 8] = fresh ? 0.0f : partial[r * ld + c];
   for (int64_t k = begin; k < end; k += kStreamDepth) {
     const int64_t depth = std::min(kStreamDepth, end - k);
-    pack_operand(product.a, 0, k, rows, depth, a, kStreamDepth);
+    pack_operand(product.a, 0, k, rows, depth, a, kStreamStride);
     with_type(product.b.dtype, [&](auto type) {
       constexpr DType kType = decltype(type)::value;
       const auto* b = static_cast<const Element<kType>*>(at(product.b, k, column));
@@ -103,7 +104,7 @@ void streamed_tile(const Product& product, int64_t rows, int64_t column, int64_t
       with_rows(rows, [&](auto count) {
         constexpr int kRows = decltype(count)::value;
         for (int64_t c = 0; c < columns; c += 8 * kGroups)
-          stream_columns<kRows, kType>(a, kStreamDepth, b + c * stride, stride,
+          stream_columns<kRows, kType>(a, kStreamStride, b + c * stride, stride,
                                        std::min(kGroups, (columns - c) / 8), depth,
                                        sums + c * kRows);
       });
@@ -147,22 +148,24 @@ void finish(const Product& product, const Tile& tile, const float* partial, int6
 // Computes one tile of a product; false when there is no memory for its scratch buffers.
 bool run_tile(const Tile& tile) {
   const Product& product = *tile.product;
-  const int64_t ld = round_up(tile.columns, kTilePanels * kLanes);
+  // Off a power of two, so that rows spread over cache sets.
+  const int64_t ld = round_up(tile.columns, kTilePanels * kLanes) + kLanes;
   const int64_t size = tile.rows * ld;
   int64_t levels = 1;
   while ((int64_t{1} << (levels - 1)) < product.chunks) ++levels;
 
   thread_local Scratch scratch;
-  constexpr int64_t kPacked = kMostRows * kDepth + kTilePanels * kPanel;
-  static_assert(kPacked >= 8 * kStreamDepth, "stream uses the same space");
+  constexpr int64_t kPacked = kMostRows * kRowStride + kTilePanels * kPanel;
+  static_assert(kPacked >= 8 * kStreamStride, "stream uses the same space");
   float* a = scratch.reserve(kPacked + levels * size);
   if (a == nullptr) return false;
-  float* b = a + kMostRows * kDepth;
+  float* b = a + kMostRows * kRowStride;
   float* stack = a + kPacked;
 
   int64_t streamed = 0;
 #if defined(__AVX2__)
-  if (streams(product)) streamed = tile.columns / 8 * 8;
+  // Whole panels: a panel that began in the middle of one would end in the next row of partial.
+  if (streams(product)) streamed = tile.columns / kLanes * kLanes;
 #endif
   const bool fresh = product.mode != kContinue;
   const int64_t chunks = product.k == 0 ? 1 : product.chunks;
