@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from integrations.report.overview import render_overview_png
-from integrations.report.page import write_report
+from integrations.report.overview import render_overview_png, save_overview_png
+from integrations.report.page import save_report, write_report
 from integrations.report.record import ReportError, RunRecord, load_run
 
-__all__ = ["ReportError", "RunRecord", "load_run", "render_overview_png", "write_report"]
+__all__ = [
+    "ReportError",
+    "RunRecord",
+    "load_run",
+    "render_overview_png",
+    "save_overview_png",
+    "save_report",
+    "write_report",
+]

@@ -15,7 +15,7 @@ from integrations.report.figures.timeline import draw_lanes
 from integrations.report.record import RunRecord, load_run
 from integrations.report.theme import LIGHT, figure, png_bytes
 
-__all__ = ["render_overview_png"]
+__all__ = ["render_overview_png", "save_overview_png"]
 
 
 def render_overview_png(run_dir: Path | str, out: Path | str) -> Path:
@@ -28,8 +28,13 @@ def render_overview_png(run_dir: Path | str, out: Path | str) -> Path:
         ReportError: `run_dir` does not exist or holds no event.
         OSError: the picture cannot be written.
     """
+    return save_overview_png(load_run(run_dir), out)
+
+
+def save_overview_png(run: RunRecord, out: Path | str) -> Path:
+    """`render_overview_png` for a run that is read already."""
     target = Path(out)
-    target.write_bytes(_draw(load_run(run_dir)))
+    target.write_bytes(_draw(run))
     return target
 
 

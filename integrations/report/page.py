@@ -42,7 +42,7 @@ from integrations.report.record import RunRecord, load_run
 from integrations.report.style import style_sheet
 from integrations.report.theme import figure, svg_text
 
-__all__ = ["render_page", "write_report"]
+__all__ = ["render_page", "save_report", "write_report"]
 
 SAMPLES = 12
 SAMPLE_CHARACTERS = 600
@@ -82,8 +82,13 @@ def write_report(run_dir: Path | str, out: Path | str | None = None) -> Path:
         ReportError: `run_dir` does not exist or holds no event.
         OSError: the report cannot be written.
     """
-    target = Path(out) if out is not None else Path(run_dir) / "report.html"
-    page = render_page(load_run(run_dir))
+    return save_report(load_run(run_dir), out)
+
+
+def save_report(run: RunRecord, out: Path | str | None = None) -> Path:
+    """`write_report` for a run that is read already."""
+    target = Path(out) if out is not None else run.folder / "report.html"
+    page = render_page(run)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         partial.write_text(page, encoding="utf-8")
