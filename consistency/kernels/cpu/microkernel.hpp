@@ -10,6 +10,9 @@ namespace lockstep {
 // changes no bit.
 constexpr int64_t kDepth = 256;
 
+// Between rows of a packed block of A: off a power of two, so that rows spread over cache sets.
+constexpr int64_t kRowStride = kDepth + kLanes;
+
 // Columns of B per packed panel: panel[k * kLanes + column].
 constexpr int64_t kPanel = kDepth * kLanes;
 
@@ -26,7 +29,7 @@ constexpr int kTilePanels = 1;
 #endif
 
 // partial[row * ld + 16 p + lane] continues (or starts, when `first`) its chain over `depth` steps.
-// a is a packed block of rows kDepth apart, b holds kPanels packed panels.
+// a is a packed block of rows kRowStride apart, b holds kPanels packed panels.
 template <int kRows, int kPanels>
 inline void tile(const float* a, const float* b, int64_t depth, float* partial, int64_t ld,
                  bool first) {
@@ -43,7 +46,7 @@ inline void tile(const float* a, const float* b, int64_t depth, float* partial, 
     for (int p = 0; p < kPanels; ++p) columns[p] = load(b + p * kPanel + k * kLanes);
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
-      const F16 value = set1(a[row * kDepth + k]);
+      const F16 value = set1(a[row * kRowStride + k]);
 #pragma GCC unroll 2
       for (int p = 0; p < kPanels; ++p) sums[row][p] = fma(value, columns[p], sums[row][p]);
     }
@@ -58,7 +61,7 @@ inline void tile(const float* a, const float* b, int64_t depth, float* partial, 
 template <int kPanels, int kRows = kTileRows>
 inline void tile_rows(int64_t rows, const float* a, const float* b, int64_t depth, float* partial,
                       int64_t ld, bool first) {
-  for (; rows >= kRows; rows -= kRows, a += kRows * kDepth, partial += kRows * ld)
+  for (; rows >= kRows; rows -= kRows, a += kRows * kRowStride, partial += kRows * ld)
     tile<kRows, kPanels>(a, b, depth, partial, ld, first);
   if constexpr (kRows > 1)
     if (rows > 0) tile_rows<kPanels, kRows - 1>(rows, a, b, depth, partial, ld, first);
