@@ -69,8 +69,8 @@ def attention_varlen(
         Keys are cut into blocks of 64 at absolute positions, taken in order with a running maximum
         in fp32. In a block, a score is one chain of fused multiply-adds over d, times the scale;
         the weights fold into their sum by index modulo 16 and into the values by one chain over
-        the keys. A query's bits depend on its own row, its position and the keys up to it: the same in
-        `attention_paged`, decode, chunked prefill and any batch. In the backward a thread owns a
+        the keys. A query's bits depend on its own row, its position and the keys up to it: the same
+        in `attention_paged`, decode, chunked prefill and any batch. In the backward a thread owns a
         (sequence, key head): keys block by block, query rows in order in chunks of 64.
     """
     kv_heads, head_dim = _check_queries(q, k, v, cu_seqlens, "cu_seqlens", scale)

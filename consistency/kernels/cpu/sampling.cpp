@@ -17,6 +17,28 @@ constexpr int64_t kDraws = kWords * kLanes;
 // -log(-log1p(-w)) <= 22.9 for every w below; the margin covers the rounding of `log`.
 constexpr float kLargestGumbel = 24.0f;
 
+// low[i], high[i] = the halves of a[i] * factor.
+void multiply_wide(const uint32_t* a, uint32_t factor, uint32_t* low, uint32_t* high) {
+#if defined(__AVX2__)
+  const __m256i m = _mm256_set1_epi64x(factor);
+  for (int i = 0; i < kLanes; i += 8) {
+    const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + i));
+    const __m256i even = _mm256_mul_epu32(value, m);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(value, 32), m);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(low + i),
+                        _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(high + i),
+                        _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa));
+  }
+#else
+  for (int i = 0; i < kLanes; ++i) {
+    const uint64_t product = static_cast<uint64_t>(a[i]) * factor;
+    low[i] = static_cast<uint32_t>(product);
+    high[i] = static_cast<uint32_t>(product >> 32);
+  }
+#endif
+}
+
 void philox(uint64_t seed, uint64_t position, uint32_t first, uint32_t out[kWords][kLanes]) {
   uint32_t* a = out[0];
   uint32_t* b = out[1];
@@ -30,13 +52,14 @@ void philox(uint64_t seed, uint64_t position, uint32_t first, uint32_t out[kWord
   }
   uint32_t key_low = static_cast<uint32_t>(seed), key_high = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
+    uint32_t a_low[kLanes], a_high[kLanes], c_low[kLanes], c_high[kLanes];
+    multiply_wide(a, 0xD2511F53u, a_low, a_high);
+    multiply_wide(c, 0xCD9E8D57u, c_low, c_high);
     for (int i = 0; i < kLanes; ++i) {
-      const uint64_t first_product = static_cast<uint64_t>(a[i]) * 0xD2511F53u;
-      const uint64_t second_product = static_cast<uint64_t>(c[i]) * 0xCD9E8D57u;
-      a[i] = static_cast<uint32_t>(second_product >> 32) ^ b[i] ^ key_low;
-      c[i] = static_cast<uint32_t>(first_product >> 32) ^ d[i] ^ key_high;
-      b[i] = static_cast<uint32_t>(second_product);
-      d[i] = static_cast<uint32_t>(first_product);
+      a[i] = c_high[i] ^ b[i] ^ key_low;
+      b[i] = c_low[i];
+      c[i] = a_high[i] ^ d[i] ^ key_high;
+      d[i] = a_low[i];
     }
     key_low += 0x9E3779B9u;
     key_high += 0xBB67AE85u;

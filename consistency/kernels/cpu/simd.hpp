@@ -189,6 +189,44 @@ inline F16 exp2_integer(F16 n) {
 
 #endif
 
+#if defined(__AVX2__)
+
+// Eight lanes rounded like float_to_bf16, in the low halves of eight 32-bit integers.
+inline __m256i round_to_bf16(__m256 a) {
+  const __m256i bits = _mm256_castps_si256(a), high = _mm256_srli_epi32(bits, 16);
+  const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+  const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+  const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, quiet, is_nan);
+}
+
+inline void store_bf16(uint16_t* p, __m256 lo, __m256 hi) {
+  // The pack interleaves 128-bit halves; the permutation puts them in order.
+  const __m256i packed = _mm256_packus_epi32(round_to_bf16(lo), round_to_bf16(hi));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+#if defined(__AVX512F__)
+inline void store_bf16(uint16_t* p, F16 a) {
+  store_bf16(p, _mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+}
+inline void store_f16(uint16_t* p, F16 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+#else
+inline void store_bf16(uint16_t* p, F16 a) { store_bf16(p, a.lo, a.hi); }
+inline void store_f16(uint16_t* p, F16 a) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.lo, kNearest));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(a.hi, kNearest));
+}
+#endif
+
+#else
+
 inline void store_bf16(uint16_t* p, F16 a) {
   float lanes[kLanes];
   store(lanes, a);
@@ -200,6 +238,8 @@ inline void store_f16(uint16_t* p, F16 a) {
   store(lanes, a);
   for (int i = 0; i < kLanes; ++i) p[i] = float_to_f16(lanes[i]);
 }
+
+#endif
 
 inline float sum(F16 a) {
   float v[kLanes];
