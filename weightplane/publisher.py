@@ -46,8 +46,9 @@ class Publisher:
         layout: what is published; every tensor whole.
         slots: versions that can be readable at a time. With two, one is written while the other is
             read. Each costs ``layout.size`` bytes of shared memory, taken now.
-        stall_seconds: the watchdog. It counts from the last sign of progress of whoever is waited
-            for, so a slow subscriber that moves never trips it, however large the model.
+        stall_seconds: the watchdog. It counts from the start of the wait or the last sign of
+            progress of whoever is waited for, whichever is later, so a slow subscriber that moves
+            never trips it, however large the model.
         keep: how many publications `report` remembers.
         transport: how bytes move; shared memory by default. The publisher closes it.
 
@@ -180,7 +181,7 @@ class Publisher:
         Raises:
             StalledError: a subscriber makes no progress, or ``timeout`` passed; names who.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        begun = time.monotonic()
         with self._changed:
             while True:
                 self._require_open()
@@ -190,7 +191,8 @@ class Publisher:
                 self._wait_for(
                     [peer for peer in self._peers if peer.holds(number)],
                     f"weight version {number} is not staged everywhere",
-                    deadline,
+                    begun,
+                    timeout,
                 )
 
     def wait_subscribers(self, count: int, timeout: float) -> tuple[PeerStatus, ...]:
@@ -269,6 +271,7 @@ class Publisher:
     def _claim_slot(self, number: int) -> int:
         """Wait for a slot that nobody reads and nobody may still ask for; mark it as written."""
         check_number(number)
+        begun = time.monotonic()
         with self._changed:
             if self._publishing:
                 raise WeightPlaneError("another publish() is running: publish from one thread")
@@ -283,7 +286,7 @@ class Publisher:
                     self._wait_for(
                         [peer for peer in self._peers if peer.holding],
                         f"weight version {number} finds no free slot of {len(self._slots)}",
-                        None,
+                        begun,
                     )
                     self._require_open()
             except BaseException:
@@ -293,20 +296,29 @@ class Publisher:
     def _is_read(self, number: int) -> bool:
         return any(peer.holds(number) for peer in self._peers)
 
-    def _wait_for(self, peers: list[Peer], what: str, deadline: float | None) -> None:
-        """Wait for a change, while the watchdog looks at ``peers``; called under the condition."""
+    def _wait_for(
+        self, peers: list[Peer], what: str, begun: float, timeout: float | None = None
+    ) -> None:
+        """Wait for a change, while the watchdog looks at ``peers``; called under the condition.
+
+        The watchdog gives everybody ``stall_seconds`` from the start of the wait at least: the
+        owner may have kept the interpreter lock, and with it the thread that takes in progress, for
+        long.
+        """
         now = time.monotonic()
-        for peer in peers:
-            if now - peer.progress_at > self._stall_seconds:
+        stalls = [max(peer.progress_at, begun) + self._stall_seconds for peer in peers]
+        for peer, stall in zip(peers, stalls, strict=True):
+            if now > stall:
                 raise StalledError(
                     f"{what}: {peer.describe_hold(now)}. Is that process stopped or overloaded? "
                     "detach() gives it up"
                 )
-        if deadline is not None and now >= deadline:
-            holders = "; ".join(peer.describe_hold(now) for peer in peers)
-            raise StalledError(f"{what} after the timeout: {holders}")
-        stalls = [peer.progress_at + self._stall_seconds for peer in peers]
-        limits = [now + 1.0, *stalls] if deadline is None else [now + 1.0, *stalls, deadline]
+        limits = [now + 1.0, *stalls]
+        if timeout is not None:
+            limits.append(begun + timeout)
+            if now >= begun + timeout:
+                holders = "; ".join(peer.describe_hold(now) for peer in peers)
+                raise StalledError(f"{what} after {timeout:g} seconds: {holders}")
         self._changed.wait(max(0.001, min(limits) - now))
 
     # -- subscribers -------------------------------------------------------------------------------

@@ -239,6 +239,8 @@ class Stager:
         deadline = time.monotonic() + self._buffer_wait_seconds
         while True:
             self._store.make_room()
+            # Also lets go of the versions that swaps have dropped since.
+            self._send_outbox()
             buffer = self._pool.take()
             if buffer is not None:
                 return buffer
