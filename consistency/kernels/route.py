@@ -11,11 +11,10 @@ from torch.autograd.function import once_differentiable
 from consistency.errors import InvalidInputError, UnsupportedError
 from consistency.kernels._arguments import require_cpu, require_float, require_shape
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
-from consistency.kernels.softmax import softmax
-from consistency.kernels.top_k import select
 
-_weights_kernel = Kernel(
-    "lockstep_route_weights", POINTER, POINTER, POINTER, INT64, INT64, INT64, INT32, POINTER
+_forward_kernel = Kernel(
+    "lockstep_route_forward",
+    *(POINTER, POINTER, POINTER, POINTER, INT64, INT64, INT64, INT32, INT32, INT32, POINTER),
 )
 _backward_kernel = Kernel(
     "lockstep_route_backward",
@@ -48,9 +47,9 @@ def route(
 
     Raises:
         UnsupportedError: a dtype, layout or device that the kernels do not take.
-        InvalidInputError: a NaN or +inf among the logits; a replayed id out of range or twice in a
-            row; replayed experts that all have probability 0 where a normalisation was asked for; a
-            k or shapes that do not fit.
+        InvalidInputError: a row of logits without a softmax (NaN, +inf, only -inf); a replayed id
+            out of range or twice in a row; replayed experts that all have probability 0 where a
+            normalisation was asked for; a k or shapes that do not fit.
 
     Order of reduction:
         The softmax is `softmax`; the sum that normalises runs in slot order; all in fp32.
@@ -82,20 +81,23 @@ def _checked_ids(ids: torch.Tensor, tokens: int, k: int) -> torch.Tensor:
 def _forward(
     logits: torch.Tensor, k: int, normalise: bool, replay_ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    probabilities = softmax(logits)
-    if replay_ids is None:
-        _, ids = select(probabilities, k, "the softmax of router_logits")
-    else:
-        ids = replay_ids
+    logits = logits.contiguous()
+    probabilities = torch.empty(logits.shape, dtype=torch.float32)
+    ids = replay_ids
+    if ids is None:
+        ids = torch.empty((logits.shape[0], k), dtype=torch.int64)
     weights = torch.empty(ids.shape, dtype=torch.float32)
     fault = ctypes.c_int64(-1)
-    _weights_kernel(
+    _forward_kernel(
+        logits.data_ptr(),
         probabilities.data_ptr(),
         ids.data_ptr(),
         weights.data_ptr(),
-        *probabilities.shape,
+        *logits.shape,
         k,
+        replay_ids is not None,
         normalise,
+        thread_count(),
         ctypes.addressof(fault),
     )
     if fault.value >= 0:
@@ -106,7 +108,7 @@ def _forward(
 def _explain(fault: int, probabilities: torch.Tensor, ids: torch.Tensor) -> str:
     row, reason = divmod(fault, 4)
     if reason == 3:
-        return f"router_logits[{row}] holds a NaN or +inf: its softmax is undefined"
+        return f"router_logits[{row}] holds a NaN or +inf, or only -inf: its softmax is undefined"
     listed = ids[row].tolist()
     if reason == 0:
         return f"replay_ids[{row}] is {listed}; ids must be from 0 to {probabilities.shape[1] - 1}"

@@ -40,21 +40,13 @@ def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         raise InvalidInputError(
             f"k must be from 0 to the {scores.shape[1]} entries of a row, got {k}"
         )
-    values, ids = select(scores.detach(), k, "scores")
-    if torch.is_grad_enabled() and scores.requires_grad:
-        values = scores.gather(1, ids)
-    return values, ids
-
-
-def select(scores: torch.Tensor, k: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """`top_k` of checked arguments, without a gradient; `name` names the scores in messages."""
-    scores = scores.contiguous()
+    rows = scores.detach().contiguous()
     values = torch.empty((scores.shape[0], k), dtype=torch.float32)
     ids = torch.empty((scores.shape[0], k), dtype=torch.int64)
     fault = ctypes.c_int64(-1)
     _top_k_kernel(
-        scores.data_ptr(),
-        *scores.shape,
+        rows.data_ptr(),
+        *rows.shape,
         k,
         values.data_ptr(),
         ids.data_ptr(),
@@ -62,5 +54,7 @@ def select(scores: torch.Tensor, k: int, name: str) -> tuple[torch.Tensor, torch
         ctypes.addressof(fault),
     )
     if fault.value >= 0:
-        raise InvalidInputError(f"{name}[{fault.value}] holds a NaN, which cannot be ordered")
+        raise InvalidInputError(f"scores[{fault.value}] holds a NaN, which cannot be ordered")
+    if torch.is_grad_enabled() and scores.requires_grad:
+        values = scores.gather(1, ids)
     return values, ids

@@ -4,8 +4,8 @@
 // inside a block the query rows in order (position, then head of the group) in chunks of 64.
 //   p = exp(scale q.k - log_sum); dv_j += p do; dp = do.v; ds = p (dp - do.o) scale;
 //   dq_i += ds k; dk_j += ds q.
-// dk and dv add one chain per chunk, chunk by chunk; dq adds one chain per key block, block by block.
-// The order depends on the sequence alone: not on the batch, and not on the number of threads.
+// dk and dv add one chain per chunk, chunk by chunk; dq adds one chain per key block, block by
+// block. The order depends on the sequence alone: not on the batch, and not on the number of threads.
 #include <memory>
 #include <numeric>
 #include <utility>
@@ -145,8 +145,9 @@ struct Backward {
       pack_rows<kType>(addresses, keys, head_dim, width, s.keys);
       std::fill(s.grad_keys, s.grad_keys + keys * width, 0.0f);
       std::fill(s.grad_values, s.grad_values + keys * width, 0.0f);
-      for (int64_t first = block * kBlockKeys * group; first < length * group; first += kChunkRows) {
-        const int64_t rows = std::min(kChunkRows, length * group - first);
+      const int64_t end = length * group;
+      for (int64_t first = block * kBlockKeys * group; first < end; first += kChunkRows) {
+        const int64_t rows = std::min(kChunkRows, end - first);
         load_rows(s, start, head, first, rows);
         for (int64_t r = 0; r < rows; r += kTileRows)
           query_tile(s, start, head, first, r,
@@ -162,10 +163,12 @@ struct Backward {
                            first_row);
       }
       for (int64_t j = 0; j < keys; ++j) {
-        const int64_t target = ((start + block * kBlockKeys + j) * shape.kv_heads + head) * head_dim;
+        const int64_t token = start + block * kBlockKeys + j;
+        const int64_t target = (token * shape.kv_heads + head) * head_dim;
         for (int64_t d = 0; d < head_dim; d += kLanes) {
-          store_typed<kType>(grad_k + target + d, load(s.grad_keys + j * width + d), head_dim - d);
-          store_typed<kType>(grad_v + target + d, load(s.grad_values + j * width + d), head_dim - d);
+          const int64_t count = head_dim - d;
+          store_typed<kType>(grad_k + target + d, load(s.grad_keys + j * width + d), count);
+          store_typed<kType>(grad_v + target + d, load(s.grad_values + j * width + d), count);
         }
       }
     }

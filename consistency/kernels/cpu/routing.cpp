@@ -1,11 +1,10 @@
-// Expert routing: top-k, the router's softmax with gathered weights, and the MoE permutation.
+// top_k, and the router: softmax over all experts, the k best or replayed ids, their weights.
 //
-// Nothing here uses atomics. Ties go to the lowest index; tokens are sorted by a stable counting
-// sort; the outputs of a token's experts are combined in slot order in fp32 and rounded once.
-#include <cstring>
+// Ties go to the lowest index; no atomics. The weights of a token are summed in slot order.
 #include <utility>
 #include <vector>
 
+#include "softmax_row.hpp"
 #include "typed.hpp"
 
 namespace lockstep {
@@ -46,6 +45,23 @@ int64_t first_row_with_nan(const float* values, int64_t rows, int64_t width) {
       seen = where_nan(load_typed<kFloat32>(values + row * width + i, width - i), set1(1.0f), seen);
     if (max(seen) > 0.0f) return row;
   }
+  return -1;
+}
+
+// Gathers one row of probabilities at ids. -1, or a reason of lockstep_route_forward.
+int8_t route_weights(const float* probabilities, const int64_t* ids, float* weights,
+                     int64_t experts, int64_t k, bool normalise) {
+  float total = 0.0f;
+  for (int64_t i = 0; i < k; ++i) {
+    if (ids[i] < 0 || ids[i] >= experts) return 0;
+    for (int64_t j = 0; j < i; ++j)
+      if (ids[j] == ids[i]) return 1;
+    weights[i] = probabilities[ids[i]];
+    total = total + weights[i];
+  }
+  if (!normalise) return -1;
+  if (total == 0.0f) return 2;
+  for (int64_t i = 0; i < k; ++i) weights[i] = weights[i] / total;
   return -1;
 }
 
@@ -90,31 +106,30 @@ LOCKSTEP_API int32_t lockstep_top_k(
   });
 }
 
-// Gathers probabilities at ids, optionally divided by their sum in slot order. *fault: -1, or
-// row * 4 + reason: 0 an id out of range, 1 an id twice in a row, 2 a gathered sum of zero that has
-// to divide, 3 a NaN.
-LOCKSTEP_API int32_t lockstep_route_weights(
-    const float* probabilities, const int64_t* ids, float* weights, int64_t rows, int64_t experts,
-    int64_t k, int32_t normalise, int64_t* fault) {
+// probabilities [rows, experts] = softmax(logits); ids [rows, k] are written, or read when
+// `replay`; weights [rows, k] = the probabilities at ids, divided by their sum when `normalise`.
+// *fault: -1, or row * 4 + reason: 0 an id out of range, 1 an id twice in a row, 2 a sum of zero
+// that has to divide, 3 an undefined softmax.
+LOCKSTEP_API int32_t lockstep_route_forward(
+    const float* logits, float* probabilities, int64_t* ids, float* weights, int64_t rows,
+    int64_t experts, int64_t k, int32_t replay, int32_t normalise, int32_t threads,
+    int64_t* fault) {
   return guarded([&] {
     *fault = -1;
-    std::vector<int64_t> owner(experts, -1);
-    for (int64_t row = 0; row < rows; ++row) {
-      const float* source = probabilities + row * experts;
-      float total = 0.0f;
-      for (int64_t i = 0; i < k; ++i) {
-        const int64_t id = ids[row * k + i];
-        if (id < 0 || id >= experts) return void(*fault = row * 4);
-        if (owner[id] == row) return void(*fault = row * 4 + 1);
-        owner[id] = row;
-        weights[row * k + i] = source[id];
-        total = total + source[id];
-      }
-      if (total != total) return void(*fault = row * 4 + 3);
-      if (!normalise) continue;
-      if (total == 0.0f) return void(*fault = row * 4 + 2);
-      for (int64_t i = 0; i < k; ++i) weights[row * k + i] = weights[row * k + i] / total;
-    }
+    const int team = team_size(threads, rows * experts, 8192);
+    std::vector<Scored> scratch(!replay && k > kInsertionLimit ? team * experts : 0);
+    std::vector<int8_t> faults(rows);
+    parallel_items(team, rows, [&](int64_t row, int thread) {
+      float* source = probabilities + row * experts;
+      softmax_row<kFloat32>(logits + row * experts, source, experts, false);
+      if (source[0] != source[0]) return void(faults[row] = 3);
+      if (!replay)
+        top_k_row(source, experts, k, weights + row * k, ids + row * k,
+                  scratch.data() + (scratch.empty() ? 0 : thread * experts));
+      faults[row] = route_weights(source, ids + row * k, weights + row * k, experts, k, normalise);
+    });
+    for (int64_t row = 0; row < rows; ++row)
+      if (faults[row] >= 0) return void(*fault = row * 4 + faults[row]);
   });
 }
 
@@ -125,95 +140,6 @@ LOCKSTEP_API int32_t lockstep_route_backward(
     parallel_for(team_size(threads, rows * experts), rows, [&](int64_t row) {
       route_row_gradient(grad + row * k, probabilities + row * experts, ids + row * k,
                          grad_logits + row * experts, experts, k, normalise != 0);
-    });
-  });
-}
-
-// Stable counting sort of the pairs (token, slot) by expert. offsets [experts + 1]; place [pairs]:
-// the sorted position of each pair. *fault: -1, or the first pair whose id is out of range.
-LOCKSTEP_API int32_t lockstep_expert_sort(
-    const int64_t* ids, int64_t pairs, int64_t experts, int64_t* offsets, int64_t* place,
-    int64_t* fault) {
-  return guarded([&] {
-    *fault = -1;
-    std::fill(offsets, offsets + experts + 1, 0);
-    for (int64_t pair = 0; pair < pairs; ++pair) {
-      if (ids[pair] < 0 || ids[pair] >= experts) return void(*fault = pair);
-      ++offsets[ids[pair] + 1];
-    }
-    for (int64_t expert = 0; expert < experts; ++expert) offsets[expert + 1] += offsets[expert];
-    std::vector<int64_t> next(offsets, offsets + experts);
-    for (int64_t pair = 0; pair < pairs; ++pair) place[pair] = next[ids[pair]]++;
-  });
-}
-
-// out[place[t * k + s]] = x[t], bytes as they are.
-LOCKSTEP_API int32_t lockstep_expert_dispatch(
-    const char* x, const int64_t* place, char* out, int64_t tokens, int64_t k, int64_t row_bytes,
-    int32_t threads) {
-  return guarded([&] {
-    parallel_for(team_size(threads, tokens * k * row_bytes), tokens, [&](int64_t token) {
-      for (int64_t slot = 0; slot < k; ++slot)
-        std::memcpy(out + place[token * k + slot] * row_bytes, x + token * row_bytes, row_bytes);
-    });
-  });
-}
-
-// out[t] = sum over slots s, in order, of weights[t, s] * y[place[t * k + s]]; without weights
-// (null) the plain sum.
-LOCKSTEP_API int32_t lockstep_expert_combine(
-    const void* y, int32_t dtype, const int64_t* place, const float* weights, void* out,
-    int32_t out_dtype, int64_t tokens, int64_t k, int64_t width, int32_t threads) {
-  return guarded([&] {
-    with_type(dtype, [&](auto type) {
-      with_type(out_dtype, [&](auto out_type) {
-        const auto* rows = static_cast<const Element<type()>*>(y);
-        auto* result = static_cast<Element<out_type()>*>(out);
-        const int team = team_size(threads, tokens * k * width);
-        parallel_for(team, tokens, [&](int64_t token) {
-          for (int64_t i = 0; i < width; i += kLanes) {
-            F16 total = zero();
-            for (int64_t slot = 0; slot < k; ++slot) {
-              const int64_t pair = token * k + slot;
-              const F16 value = load_typed<type()>(rows + place[pair] * width + i, width - i);
-              total = weights == nullptr ? add(total, value)
-                                       : fma(set1(weights[pair]), value, total);
-            }
-            store_typed<out_type()>(result + token * width + i, total, width - i);
-          }
-        });
-      });
-    });
-  });
-}
-
-// grad_y[place[t * k + s]] = weights[t, s] grad[t]; grad_weights[t, s] = grad[t] . y[place], each
-// dot product folded as one row.
-LOCKSTEP_API int32_t lockstep_expert_combine_backward(
-    const void* grad, int32_t grad_dtype, const void* y, int32_t dtype, const int64_t* place,
-    const float* weights, void* grad_y, float* grad_weights, int64_t tokens, int64_t k,
-    int64_t width, int32_t threads) {
-  return guarded([&] {
-    with_type(dtype, [&](auto type) {
-      with_type(grad_dtype, [&](auto grad_type) {
-        const int team = team_size(threads, tokens * k * width);
-        parallel_for(team, tokens, [&](int64_t token) {
-          for (int64_t slot = 0; slot < k; ++slot) {
-            const int64_t pair = token * k + slot;
-            const auto* outer = static_cast<const Element<grad_type()>*>(grad) + token * width;
-            const auto* row = static_cast<const Element<type()>*>(y) + place[pair] * width;
-            auto* result = static_cast<Element<type()>*>(grad_y) + place[pair] * width;
-            const F16 weight = set1(weights[pair]);
-            F16 lanes = zero();
-            for (int64_t i = 0; i < width; i += kLanes) {
-              const F16 g = load_typed<grad_type()>(outer + i, width - i);
-              lanes = fma(g, load_typed<type()>(row + i, width - i), lanes);
-              store_typed<type()>(result + i, mul(weight, g), width - i);
-            }
-            grad_weights[pair] = sum(lanes);
-          }
-        });
-      });
     });
   });
 }

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <vector>
 
+#include "softmax_row.hpp"
 #include "typed.hpp"
 
 namespace lockstep {
@@ -87,35 +88,6 @@ void norm_weight_gradient(const Element<kType>* grad, const Element<kType>* x,
 }
 
 F16 sigmoid(F16 x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x)))); }
-
-template <DType kType>
-void softmax_row(const Element<kType>* x, float* out, int64_t width, bool logarithm) {
-  const float lowest = -std::numeric_limits<float>::infinity();
-  F16 peaks = set1(lowest);
-  for (int64_t i = 0; i < width; i += kLanes)
-    peaks = max(load_typed<kType>(x + i, width - i, lowest), peaks);
-  const F16 peak = set1(max(peaks));
-  F16 lanes = zero();
-  for (int64_t i = 0; i < width; i += kLanes) {
-    const int64_t count = width - i;
-    const F16 shifted = sub(load_typed<kType>(x + i, count, lowest), peak);
-    F16 power = exp(shifted);
-    if (count < kLanes) {
-      float kept[kLanes];
-      store(kept, power);
-      power = load_partial(kept, static_cast<int>(count));
-    }
-    lanes = add(lanes, power);
-    store_typed<kFloat32>(out + i, logarithm ? shifted : power, count);
-  }
-  const float total = sum(lanes);
-  const F16 divisor = set1(total), log_total = set1(logarithm ? log(total) : 0.0f);
-  for (int64_t i = 0; i < width; i += kLanes) {
-    const F16 value = load_typed<kFloat32>(out + i, width - i);
-    store_typed<kFloat32>(out + i, logarithm ? sub(value, log_total) : div(value, divisor),
-                          width - i);
-  }
-}
 
 // softmax: dx = y (g - sum(g y)); log_softmax: dx = g - exp(y) sum(g).
 template <DType kType>
