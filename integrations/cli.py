@@ -7,6 +7,7 @@ code 0, with 2 and one line on stderr after bad input, with 1 and one line after
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ import typer
 from rich.console import Console
 
 from integrations.cli_errors import Invocation, exit_code, is_expected, one_line
-from integrations.cli_output import check_json_target, write_json
+from integrations.cli_output import check_target, write_json
 
 __all__ = ["app", "main"]
 
@@ -94,7 +95,7 @@ def doctor(json_file: JsonOption = None, debug: DebugOption = False) -> None:
     from integrations.doctor import examine
     from integrations.doctor_view import show
 
-    check_json_target(json_file)
+    check_target("--json", json_file)
     diagnosis = examine()
     show(diagnosis, Console())
     if json_file is not None:
@@ -133,9 +134,11 @@ def train(
     from integrations.cli_train import print_recipe, run_training
     from integrations.trainer.recipe import load_recipe
 
-    check_json_target(json_file)
-    given = [*(overrides or ())]
-    loaded = load_recipe(recipe, [*given, *([] if run_dir is None else [f"run_dir={run_dir}"])])
+    check_target("--json", json_file)
+    given = list(overrides or ())
+    # Quoted, because the value of an override is YAML and a folder may be called 1e3 or yes.
+    chosen = [] if run_dir is None else [f"run_dir={json.dumps(str(run_dir))}"]
+    loaded = load_recipe(recipe, [*given, *chosen])
     if dry_run:
         print_recipe(loaded)
         if json_file is not None:
@@ -171,7 +174,8 @@ def report(
     from integrations.cli_output import describe_run, run_mapping
     from integrations.report import load_run, save_overview_png, save_report
 
-    check_json_target(json_file)
+    for option, path in (("--json", json_file), ("--out", out), ("--png", png)):
+        check_target(option, path)
     console = Console()
     run = load_run(run_dir)
     with console.status("drawing"):
@@ -193,7 +197,7 @@ def inspect(
     """Show what a routing trace holds: sizes, segments, and the load of the experts per layer."""
     from integrations.cli_trace import describe_trace, read_trace, trace_mapping
 
-    check_json_target(json_file)
+    check_target("--json", json_file)
     loaded = read_trace(file)
     describe_trace(loaded, Console())
     if json_file is not None:

@@ -16,10 +16,10 @@ from integrations.cli_errors import InputError
 if TYPE_CHECKING:
     from integrations.report import RunRecord
 
-__all__ = ["check_json_target", "describe_run", "run_mapping", "write_json"]
+__all__ = ["check_target", "describe_run", "run_mapping", "write_json"]
 
 
-def check_json_target(path: Path | None) -> None:
+def check_target(option: str, path: Path | None) -> None:
     """Refuses a file that could not be written, before hours of work are spent.
 
     Raises:
@@ -28,9 +28,9 @@ def check_json_target(path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise InputError(f"--json {path}: is a folder; name a file")
+        raise InputError(f"{option} {path}: is a folder; name a file")
     if not path.absolute().parent.is_dir():
-        raise InputError(f"--json {path}: the folder {path.parent} does not exist")
+        raise InputError(f"{option} {path}: the folder {path.parent} does not exist")
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -155,10 +155,8 @@ def _draw(run_dir: Path, *, began: bool) -> tuple[RunRecord | None, Path | None]
         return None, None
     except Exception as error:  # whatever a plot does, the result of the training stands
         reason = " ".join(str(error).split()) or type(error).__name__
-        typer.echo(
-            f"lockstep: no report could be drawn ({reason}); see: lockstep report {run_dir} --debug",
-            err=True,
-        )
+        see = f"lockstep report {run_dir} --debug"
+        typer.echo(f"lockstep: no report could be drawn ({reason}); see: {see}", err=True)
         return run, None
 
 

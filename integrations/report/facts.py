@@ -129,9 +129,10 @@ def attention(run: RunRecord) -> list[str]:
     for name in ("loss", "gradient_norm"):
         broken = [row for row in run.steps.rows if name in row and not is_number(row[name])]
         if broken:
+            noun = "version" if len(broken) == 1 else "versions"
             found.append(
-                f"{name.replace('_', ' ')} is not a number in {len(broken):,} versions, first in"
-                f" version {broken[0].get('version')}."
+                f"{name.replace('_', ' ')} is not a number in {len(broken):,} {noun}, the first"
+                f" being version {broken[0].get('version')}."
             )
     if run.replay_diverged:
         steps = ", ".join(str(step) for step in run.replay_diverged[:5])

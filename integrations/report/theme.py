@@ -127,7 +127,7 @@ def svg_text(drawing: Figure, identity: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     # These ids name matplotlib's groups; nothing refers to them, and they repeat between figures.
-    text = re.sub(r'<g id="[A-Za-z0-9]+_\d+">', "<g>", text)
+    text = re.sub(r'<g id="[\w.]+"', "<g", text)
     text = re.sub(r'(<svg[^>]*?) width="[^"]+"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]+"', r"\1", text, count=1)
     for role, colour in asdict(LIGHT).items():
@@ -138,6 +138,7 @@ def svg_text(drawing: Figure, identity: str) -> str:
 def png_bytes(drawing: Figure, *, dots_per_inch: int) -> bytes:
     """The figure as a PNG on a white surface."""
     buffer = io.BytesIO()
+    drawing.set_dpi(dots_per_inch)
     with mpl.rc_context(_STYLE):
         FigureCanvasAgg(drawing).print_png(
             buffer,

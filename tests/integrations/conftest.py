@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import random
@@ -18,7 +19,7 @@ RECIPE: Event = {
     "seed": 0,
     "run_dir": "runs/quickstart",
     "task": {"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 2}, "held_out": 128},
-    "learner": {"steps": 60, "groups_per_step": 16, "samples_per_group": 8},
+    "learner": {"groups_per_step": 16, "samples_per_group": 8},
     "staleness": {"max": 2},
     "routing_replay": True,
 }
@@ -46,7 +47,7 @@ class SyntheticRun:
         self.emit(
             at,
             "run_started",
-            recipe=RECIPE,
+            recipe={**RECIPE, "learner": {**RECIPE["learner"], "steps": self.versions}},
             versions={"python": "3.11.7", "torch": "2.13.0+cpu", "lockstep": "0.1.0"},
             resumed=resumed,
             contract="5f0c9a1e22b7d314",
@@ -137,11 +138,10 @@ class SyntheticRun:
 
     def roll(self, begin: float, end: float) -> None:
         at = begin
+        commits = sorted((at, e["version"]) for at, e in self.timed if e["event"] == "swap")
         while at + 0.5 <= end:
             busy = 0.5 * self.random.uniform(0.9, 1.0)
-            version = max(
-                (e["version"] for t, e in self.timed if e["event"] == "swap" and t <= at), default=0
-            )
+            version = commits[max(0, bisect.bisect(commits, (at,)) - 1)][1]
             self.emit(
                 at + 0.5,
                 "rollout",
@@ -232,6 +232,11 @@ def synthetic_events(
 @pytest.fixture
 def make_events() -> Callable[..., list[Event]]:
     return synthetic_events
+
+
+@pytest.fixture(scope="session")
+def events_of_a_finished_run() -> list[Event]:
+    return synthetic_events()
 
 
 @pytest.fixture
