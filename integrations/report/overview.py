@@ -13,6 +13,7 @@ from integrations.report.figures.reward import draw_reward
 from integrations.report.figures.staleness import draw_staleness
 from integrations.report.figures.timeline import draw_lanes
 from integrations.report.record import RunRecord, load_run
+from integrations.report.table import is_number
 from integrations.report.theme import LIGHT, figure, png_bytes
 
 __all__ = ["render_overview_png", "save_overview_png"]
@@ -52,10 +53,17 @@ def _draw(run: RunRecord) -> bytes:
         version_axis(panels["drift"])
         panels["staleness"].set_title("Staleness of the training data", weight="bold")
         draw_staleness(panels["staleness"], run)
-        panels["time"].set_title("Learner, rollout engine and weight swaps", weight="bold")
+        panels["time"].set_title(_swaps_in_words(run), weight="bold")
         draw_lanes(panels["time"], run, compact=True)
         drawing.set_facecolor("white")
         return png_bytes(drawing, dots_per_inch=160)
+
+
+def _swaps_in_words(run: RunRecord) -> str:
+    seconds = run.summary.get("swap_seconds_p50")
+    if not is_number(seconds):
+        return "Learner, rollout engine and weight swaps"
+    return f"Learner, rollout and {len(run.swaps):,} weight swaps (median {seconds * 1e3:.3g} ms)"
 
 
 def _say_what_was_audited(axes: Axes, run: RunRecord) -> None:
