@@ -89,7 +89,6 @@ bool streams(const Product& product) {
 // The same for a tile of few rows whose columns are a multiple of eight, contiguous in k.
 void streamed_tile(const Product& product, int64_t rows, int64_t column, int64_t columns,
                    int64_t begin, int64_t end, bool fresh, float* partial, int64_t ld, float* a) {
-  constexpr int64_t kGroups = 4;
   alignas(64) float sums[kMostColumns * kStreamRows];
   for (int64_t c = 0; c < columns; ++c)
     for (int64_t r = 0; r < rows; ++r)

@@ -89,23 +89,33 @@ inline void stream(const float* a, int64_t lda, const Element<kType>* b, int64_t
   for (int row = 0; row < kRows; ++row) _mm256_storeu_ps(sums + row * 8, lanes[row]);
 }
 
-// `groups` groups of eight columns over `depth` steps; sums[(group * kRows + row) * 8 + lane].
+// Groups of eight columns that are walked together.
+constexpr int64_t kGroups = 4;
+
+// Steps in k per visit: a cache line of every column, so that no line has to survive in a small
+// cache until the next visit.
+template <DType kType>
+constexpr int64_t kVisit = 64 / sizeof(Element<kType>);
+
+// `groups` <= kGroups groups of eight columns over `depth` steps;
+// sums[(group * kRows + row) * 8 + lane].
 template <int kRows, DType kType>
 inline void stream_columns(const float* a, int64_t lda, const Element<kType>* b, int64_t stride,
                            int64_t groups, int64_t depth, float* sums) {
-  constexpr int kStep = kTransposeStep<kType>;
-  int64_t k = 0;
-  for (; k + kStep <= depth; k += kStep)
-    for (int64_t group = 0; group < groups; ++group) {
-      // The same position of the next columns: far enough ahead for memory, near enough for L2.
-      const Element<kType>* here = b + group * 8 * stride + k;
-      if (k % 32 == 0)
-        for (int row = 0; row < 8; ++row)
-          __builtin_prefetch(here + (groups * 8 + row) * stride, 0, 2);
-      stream<kRows, kType>(a + k, lda, here, stride, sums + group * kRows * 8);
-    }
+  constexpr int64_t kStep = kTransposeStep<kType>;
+  const int64_t whole = depth / kStep * kStep;
+  for (int64_t k = 0; k < whole; k += kVisit<kType>) {
+    // The same place of the next columns: far enough ahead for memory, near enough for L2.
+    for (int64_t column = groups * 8; column < groups * 16; ++column)
+      __builtin_prefetch(b + column * stride + k, 0, 2);
+    const int64_t end = std::min(k + kVisit<kType>, whole);
+    for (int64_t group = 0; group < groups; ++group)
+      for (int64_t step = k; step < end; step += kStep)
+        stream<kRows, kType>(a + step, lda, b + group * 8 * stride + step, stride,
+                             sums + group * kRows * 8);
+  }
   for (int64_t group = 0; group < groups; ++group)
-    for (int64_t tail = k; tail < depth; ++tail)
+    for (int64_t tail = whole; tail < depth; ++tail)
       for (int lane = 0; lane < 8; ++lane) {
         const float value = widen<kType>(b[(group * 8 + lane) * stride + tail]);
         for (int row = 0; row < kRows; ++row) {
