@@ -70,7 +70,11 @@ def require_indices(name: str, tensor: torch.Tensor, limit: int, meaning: str) -
     """Raises unless every element of an integer tensor lies in [0, limit)."""
     if tensor.numel() == 0:
         return
-    lowest, highest = (int(bound) for bound in tensor.aminmax())
+    if tensor.numel() <= 64:  # a decode step; cheaper than two reductions
+        values = tensor.reshape(-1).tolist()
+        lowest, highest = min(values), max(values)
+    else:
+        lowest, highest = (int(bound) for bound in tensor.aminmax())
     if lowest < 0 or highest >= limit:
         raise InvalidInputError(
             f"{name} must lie in [0, {limit}) ({meaning}), got values from {lowest} to {highest}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING
 
 from consistency.errors import InvalidInputError
 from consistency.kernels._arguments import DTYPE_CODES
-from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
+from consistency.kernels.library import POINTER, Kernel, thread_count
 
 if TYPE_CHECKING:
     import torch
@@ -16,33 +17,14 @@ WRITE = 0
 ACCUMULATE = 1
 CONTINUE = 2
 
-_OPERAND = (POINTER, INT64, INT64, INT32)
+# Mirror the request structs at the end of cpu/gemm.cpp: eight-byte fields, pointers included.
+_pack_gemm = struct.Struct("=20q").pack
+_pack_grouped_rows = struct.Struct("=19q").pack
+_pack_grouped_steps = struct.Struct("=19q").pack
 
-_gemm = Kernel(
-    "lockstep_gemm",
-    *(INT64, INT64, INT64),
-    *_OPERAND,
-    *_OPERAND,
-    *(POINTER, INT32),
-    *_OPERAND,
-    *(INT64, INT32, INT32),
-)
-_grouped_rows = Kernel(
-    "lockstep_grouped_rows",
-    *(INT64, POINTER, INT64, INT64),
-    *_OPERAND,
-    *(POINTER, INT64, INT64, INT64, INT32),
-    *_OPERAND,
-    *(INT64, INT32),
-)
-_grouped_steps = Kernel(
-    "lockstep_grouped_steps",
-    *(INT64, POINTER, INT64, INT64),
-    *_OPERAND,
-    *_OPERAND,
-    *(POINTER, INT64, INT64, INT64, INT32),
-    *(INT32, INT32),
-)
+_gemm = Kernel("lockstep_gemm", POINTER)
+_grouped_rows = Kernel("lockstep_grouped_rows", POINTER)
+_grouped_steps = Kernel("lockstep_grouped_steps", POINTER)
 
 
 def chunk_count(reduction: int, tp_invariant: bool) -> int:
@@ -77,35 +59,48 @@ def multiply(
     mode: int = WRITE,
 ) -> torch.Tensor:
     """out = a @ b + bias for checked 2-D operands; see cpu/gemm.hpp for modes and the order."""
-    m, k = a.shape
-    n = b.shape[1]
-    a_row, a_column = a.stride()
-    b_row, b_column = b.stride()
-    out_row, out_column = out.stride()
-    codes = DTYPE_CODES
-    _gemm(
-        m,
-        n,
-        k,
-        a.data_ptr(),
-        a_row,
-        a_column,
-        codes[a.dtype],
-        b.data_ptr(),
-        b_row,
-        b_column,
-        codes[b.dtype],
-        None if bias is None else bias.data_ptr(),
-        0 if bias is None else codes[bias.dtype],
-        out.data_ptr(),
-        out_row,
-        out_column,
-        codes[out.dtype],
-        chunks,
-        mode,
-        thread_count(),
-    )
+    row, column = b.stride()
+    _run(a, b, row, column, b.shape[1], out, bias, chunks, mode)
     return out
+
+
+def multiply_weight(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    chunks: int = 1,
+) -> torch.Tensor:
+    """out = x @ weight^T + bias; `multiply` without the cost of a transposed view."""
+    row, column = weight.stride()
+    _run(x, weight, column, row, weight.shape[0], out, bias, chunks, WRITE)
+    return out
+
+
+def _run(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    b_row: int,
+    b_column: int,
+    n: int,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    chunks: int,
+    mode: int,
+) -> None:
+    codes = DTYPE_CODES
+    m, k = a.shape
+    _gemm(
+        _pack_gemm(
+            *(m, n, k),
+            *(a.data_ptr(), *a.stride(), codes[a.dtype]),
+            *(b.data_ptr(), b_row, b_column, codes[b.dtype]),
+            *((0, 0) if bias is None else (bias.data_ptr(), codes[bias.dtype])),
+            *(out.data_ptr(), *out.stride(), codes[out.dtype]),
+            *(chunks, mode, thread_count()),
+        )
+    )
 
 
 def multiply_grouped_rows(
@@ -114,22 +109,15 @@ def multiply_grouped_rows(
     """out[rows of g] = a[rows of g] @ b[g] for checked a [T, K], b [G, K, N], out [T, N]."""
     codes = DTYPE_CODES
     groups, k, n = b.shape
+    group, row, column = b.stride()
     _grouped_rows(
-        groups,
-        offsets.data_ptr(),
-        n,
-        k,
-        a.data_ptr(),
-        *a.stride(),
-        codes[a.dtype],
-        b.data_ptr(),
-        *b.stride(),
-        codes[b.dtype],
-        out.data_ptr(),
-        *out.stride(),
-        codes[out.dtype],
-        chunks,
-        thread_count(),
+        _pack_grouped_rows(
+            *(groups, offsets.data_ptr(), n, k),
+            *(a.data_ptr(), *a.stride(), codes[a.dtype]),
+            *(b.data_ptr(), row, column, codes[b.dtype], group),
+            *(out.data_ptr(), *out.stride(), codes[out.dtype]),
+            *(chunks, thread_count()),
+        )
     )
     return out
 
@@ -140,21 +128,14 @@ def multiply_grouped_steps(
     """out[g] = a[:, steps of g] @ b[steps of g] for checked a [M, T], b [T, N], out [G, M, N]."""
     codes = DTYPE_CODES
     groups, m, n = out.shape
+    group, row, column = out.stride()
     _grouped_steps(
-        groups,
-        offsets.data_ptr(),
-        m,
-        n,
-        a.data_ptr(),
-        *a.stride(),
-        codes[a.dtype],
-        b.data_ptr(),
-        *b.stride(),
-        codes[b.dtype],
-        out.data_ptr(),
-        *out.stride(),
-        codes[out.dtype],
-        mode,
-        thread_count(),
+        _pack_grouped_steps(
+            *(groups, offsets.data_ptr(), m, n),
+            *(a.data_ptr(), *a.stride(), codes[a.dtype]),
+            *(b.data_ptr(), *b.stride(), codes[b.dtype]),
+            *(out.data_ptr(), row, column, codes[out.dtype], group),
+            *(mode, thread_count()),
+        )
     )
     return out

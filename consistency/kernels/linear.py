@@ -14,7 +14,13 @@ from consistency.kernels._arguments import (
     require_float,
     require_shape,
 )
-from consistency.kernels._gemm import ACCUMULATE, chunk_count, multiply, require_chunks
+from consistency.kernels._gemm import (
+    ACCUMULATE,
+    chunk_count,
+    multiply,
+    multiply_weight,
+    require_chunks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -183,7 +189,7 @@ def _forward(
     out = torch.empty((rows.shape[0], weight.shape[0]), dtype=out_dtype)
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
-    multiply(rows, weight.t(), out, bias=bias, chunks=chunks)
+    multiply_weight(rows, weight, out, bias=bias, chunks=chunks)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
 
 

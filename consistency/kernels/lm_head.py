@@ -21,7 +21,14 @@ from consistency.kernels._arguments import (
     require_positive,
     require_shape,
 )
-from consistency.kernels._gemm import ACCUMULATE, CONTINUE, chunk_count, multiply
+from consistency.kernels._gemm import (
+    ACCUMULATE,
+    CONTINUE,
+    WRITE,
+    chunk_count,
+    multiply,
+    multiply_weight,
+)
 from consistency.kernels.library import FLOAT, INT32, INT64, POINTER, Kernel, thread_count
 from consistency.kernels.linear import linear_with_chunks
 
@@ -194,7 +201,7 @@ def _forward_in_blocks(
     results = torch.empty((4, rows), dtype=torch.float32).unbind()
     for start in range(0, rows, max(1, block)):
         stop = min(start + block, rows)
-        logits = multiply(hidden[start:stop], weight.t(), tile[: stop - start])
+        logits = multiply_weight(hidden[start:stop], weight, tile[: stop - start])
         part = tuple(result[start:stop] for result in results)
         _rows(logits, targets[start:stop], temperature, part)
     return results
@@ -307,11 +314,11 @@ def _backward_in_slices(
             stop = min(start + width, (part + 1) * part_width)
             rows_of_weight = weight[start:stop]
             logits = tile[: rows * (stop - start)].view(rows, stop - start)
-            multiply(hidden, rows_of_weight.t(), logits)
+            multiply_weight(hidden, rows_of_weight, logits)
             grad = _gradient(logits, start, targets, temperature, statistics)
             multiply(grad, rows_of_weight, total, mode=CONTINUE)
             if grad_weight is not None:
-                mode = ACCUMULATE if accumulate else 0
+                mode = ACCUMULATE if accumulate else WRITE
                 multiply(grad.t(), hidden, grad_weight[start:stop], mode=mode)
         done = part + 1
         while done % 2 == 0:

@@ -246,79 +246,109 @@ void multiply(const std::vector<Product>& products, int32_t threads) {
 
 }  // namespace lockstep
 
-using lockstep::DType;
-using lockstep::Mode;
-using lockstep::Operand;
-using lockstep::Product;
-using lockstep::Result;
+// The requests mirror the struct formats in _gemm.py: every field is eight bytes wide, because one
+// packed argument crosses ctypes much faster than twenty separate ones.
+namespace lockstep {
+namespace {
+
+struct OperandRequest {
+  const void* data;
+  int64_t row, column, dtype;
+};
+
+struct ResultRequest {
+  void* data;
+  int64_t row, column, dtype;
+};
+
+struct GemmRequest {
+  int64_t m, n, k;
+  OperandRequest a, b;
+  const void* bias;
+  int64_t bias_dtype;
+  ResultRequest c;
+  int64_t chunks, mode, threads;
+};
+
+struct GroupedRowsRequest {
+  int64_t groups;
+  const int64_t* offsets;
+  int64_t n, k;
+  OperandRequest a, b;
+  int64_t b_group;
+  ResultRequest c;
+  int64_t chunks, threads;
+};
+
+struct GroupedStepsRequest {
+  int64_t groups;
+  const int64_t* offsets;
+  int64_t m, n;
+  OperandRequest a, b;
+  ResultRequest c;
+  int64_t c_group, mode, threads;
+};
+
+Operand operand(const OperandRequest& r) {
+  return {r.data, r.row, r.column, static_cast<DType>(r.dtype)};
+}
+
+Result result(const ResultRequest& r) {
+  return {r.data, r.row, r.column, static_cast<DType>(r.dtype)};
+}
+
+}  // namespace
+}  // namespace lockstep
 
 // C[m, n] = A[m, k] B[k, n] + bias[n].
-LOCKSTEP_API int32_t lockstep_gemm(int64_t m, int64_t n, int64_t k,                              //
-                                   const void* a, int64_t a_row, int64_t a_column, int32_t a_type,  //
-                                   const void* b, int64_t b_row, int64_t b_column, int32_t b_type,  //
-                                   const void* bias, int32_t bias_type,                          //
-                                   void* c, int64_t c_row, int64_t c_column, int32_t c_type,     //
-                                   int64_t chunks, int32_t mode, int32_t threads) {
-  return lockstep::guarded([&] {
-    const Product product{m, n, k,
-                          Operand{a, a_row, a_column, static_cast<DType>(a_type)},
-                          Operand{b, b_row, b_column, static_cast<DType>(b_type)},
-                          bias, static_cast<DType>(bias_type),
-                          Result{c, c_row, c_column, static_cast<DType>(c_type)},
-                          chunks, static_cast<Mode>(mode)};
-    lockstep::multiply({product}, threads);
+LOCKSTEP_API int32_t lockstep_gemm(const void* request) {
+  using namespace lockstep;
+  return guarded([&] {
+    const auto& r = *static_cast<const GemmRequest*>(request);
+    multiply({{r.m, r.n, r.k, operand(r.a), operand(r.b), r.bias, static_cast<DType>(r.bias_dtype),
+               result(r.c), r.chunks, static_cast<Mode>(r.mode)}},
+             static_cast<int32_t>(r.threads));
   });
 }
 
 // For every group g: C[rows of g, n] = A[rows of g, k] B_g[k, n], rows of g = [offsets[g],
 // offsets[g + 1]), B_g = B + g * b_group.
-LOCKSTEP_API int32_t lockstep_grouped_rows(int64_t groups, const int64_t* offsets, int64_t n, int64_t k,
-                                           const void* a, int64_t a_row, int64_t a_column, int32_t a_type,
-                                           const void* b, int64_t b_group, int64_t b_row,
-                                           int64_t b_column, int32_t b_type,  //
-                                           void* c, int64_t c_row, int64_t c_column, int32_t c_type,
-                                           int64_t chunks, int32_t threads) {
-  return lockstep::guarded([&] {
-    const Operand left{a, a_row, a_column, static_cast<DType>(a_type)};
-    const Operand right{b, b_row, b_column, static_cast<DType>(b_type)};
-    const Result out{c, c_row, c_column, static_cast<DType>(c_type)};
+LOCKSTEP_API int32_t lockstep_grouped_rows(const void* request) {
+  using namespace lockstep;
+  return guarded([&] {
+    const auto& r = *static_cast<const GroupedRowsRequest*>(request);
     std::vector<Product> products;
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t rows = offsets[g + 1] - offsets[g];
+    for (int64_t g = 0; g < r.groups; ++g) {
+      const int64_t start = r.offsets[g], rows = r.offsets[g + 1] - start;
       if (rows == 0) continue;
-      Operand mine = left, weight = right;
-      Result target = out;
-      mine.data = lockstep::at(left, offsets[g], 0);
-      weight.data = static_cast<const char*>(b) + g * b_group * lockstep::element_size(right.dtype);
-      target.data = static_cast<char*>(c) + offsets[g] * c_row * lockstep::element_size(out.dtype);
-      products.push_back({rows, n, k, mine, weight, nullptr, lockstep::kFloat32, target, chunks,
-                          lockstep::kWrite});
+      Operand a = operand(r.a), b = operand(r.b);
+      Result c = result(r.c);
+      a.data = at(a, start, 0);
+      b.data = static_cast<const char*>(b.data) + g * r.b_group * element_size(b.dtype);
+      c.data = static_cast<char*>(c.data) + start * c.row_stride * element_size(c.dtype);
+      products.push_back({rows, r.n, r.k, a, b, nullptr, kFloat32, c, r.chunks, kWrite});
     }
-    lockstep::multiply(products, threads);
+    multiply(products, static_cast<int32_t>(r.threads));
   });
 }
 
 // For every group g: C_g[m, n] = A[m, steps of g] B[steps of g, n], steps of g = [offsets[g],
 // offsets[g + 1]), C_g = C + g * c_group; one chunk.
-LOCKSTEP_API int32_t lockstep_grouped_steps(int64_t groups, const int64_t* offsets, int64_t m, int64_t n,
-                                            const void* a, int64_t a_row, int64_t a_column, int32_t a_type,
-                                            const void* b, int64_t b_row, int64_t b_column, int32_t b_type,
-                                            void* c, int64_t c_group, int64_t c_row, int64_t c_column,
-                                            int32_t c_type, int32_t mode, int32_t threads) {
-  return lockstep::guarded([&] {
-    const Operand left{a, a_row, a_column, static_cast<DType>(a_type)};
-    const Operand right{b, b_row, b_column, static_cast<DType>(b_type)};
-    const Result out{c, c_row, c_column, static_cast<DType>(c_type)};
+LOCKSTEP_API int32_t lockstep_grouped_steps(const void* request) {
+  using namespace lockstep;
+  return guarded([&] {
+    const auto& r = *static_cast<const GroupedStepsRequest*>(request);
     std::vector<Product> products;
-    for (int64_t g = 0; g < groups; ++g) {
-      Operand mine = left, other = right;
-      Result target = out;
-      mine.data = lockstep::at(left, 0, offsets[g]);
-      other.data = lockstep::at(right, offsets[g], 0);
-      target.data = static_cast<char*>(c) + g * c_group * lockstep::element_size(out.dtype);
-      products.push_back({m, n, offsets[g + 1] - offsets[g], mine, other, nullptr,
-                          lockstep::kFloat32, target, 1, static_cast<Mode>(mode)});
+    for (int64_t g = 0; g < r.groups; ++g) {
+      const int64_t start = r.offsets[g], steps = r.offsets[g + 1] - start;
+      Operand a = operand(r.a), b = operand(r.b);
+      Result c = result(r.c);
+      a.data = at(a, 0, start);
+      b.data = at(b, start, 0);
+      c.data = static_cast<char*>(c.data) + g * r.c_group * element_size(c.dtype);
+      products.push_back(
+          {r.m, r.n, steps, a, b, nullptr, kFloat32, c, 1, static_cast<Mode>(r.mode)});
     }
-    lockstep::multiply(products, threads);
+    multiply(products, static_cast<int32_t>(r.threads));
   });
 }
