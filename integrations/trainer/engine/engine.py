@@ -369,7 +369,12 @@ class RolloutEngine:
         last = torch.from_numpy(batch.query_starts[1:][complete].astype(np.int64) - 1)
         logits = kernels.lm_head_logits(hidden[last], lm_head_weight(weights.tensors))
         table, rows = self._table, rows[complete]
-        return sample_tokens(logits, table.temperature[rows], table.seed[rows], table.length[rows])
+        tokens, logprobs = sample_tokens(
+            logits, table.temperature[rows], table.seed[rows], table.length[rows]
+        )
+        if not np.isfinite(logprobs).all():
+            raise InvalidInputError("the logits of a sampled token are infinite")
+        return tokens, logprobs
 
     def _before_drop(self, state: RequestState) -> None:
         """Keep what the trajectory needs of a KV that is given up."""
