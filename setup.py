@@ -73,7 +73,9 @@ class BuildKernels(build_ext):
         with ThreadPoolExecutor(int(self.parallel or os.cpu_count() or 1)) as pool:
             objects = list(pool.map(lambda item: self._compile(*item), work))
         for extension in self.extensions:
-            mine = [path for (owner, _), path in zip(work, objects, strict=True) if owner is extension]
+            mine = [
+                path for (owner, _), path in zip(work, objects, strict=True) if owner is extension
+            ]
             target = Path(self.get_ext_fullpath(extension.name))
             target.parent.mkdir(parents=True, exist_ok=True)
             self.compiler.link_shared_object(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from consistency.errors import InvalidInputError, UnsupportedError
 from consistency.kernels._arguments import (
@@ -17,6 +16,7 @@ from consistency.kernels._arguments import (
     require_integer,
     require_shape,
 )
+from consistency.kernels._autograd import once_differentiable
 from consistency.kernels.library import FLOAT, INT32, INT64, POINTER, Kernel, thread_count
 
 # Mirrors kLargestHeadDim in cpu/attention_tile.hpp.

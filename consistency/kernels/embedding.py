@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from consistency.errors import InvalidInputError
 from consistency.kernels._arguments import (
@@ -15,6 +14,7 @@ from consistency.kernels._arguments import (
     require_indices,
     require_integer,
 )
+from consistency.kernels._autograd import once_differentiable
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _gradient = Kernel(
@@ -42,8 +42,8 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         InvalidInputError: an id outside the table.
 
     Order of reduction:
-        The gradient of a row of `weight` adds the gradients of its occurrences in order of position,
-        in fp32, and is rounded once (or added once to `main_grad`).
+        The gradient of a row of `weight` adds the gradients of its occurrences in order of
+        position, in fp32, and is rounded once (or added once to `main_grad`).
     """
     require_integer("ids", ids, None, (torch.int64, torch.int32))
     require_float("weight", weight, 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from consistency.errors import InvalidInputError
 from consistency.kernels._arguments import (
@@ -15,6 +14,7 @@ from consistency.kernels._arguments import (
     require_integer,
     require_shape,
 )
+from consistency.kernels._autograd import once_differentiable
 from consistency.kernels._gemm import (
     ACCUMULATE,
     chunk_count,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from consistency.errors import InvalidInputError
 from consistency.kernels._arguments import (
@@ -14,6 +13,7 @@ from consistency.kernels._arguments import (
     require_float,
     require_shape,
 )
+from consistency.kernels._autograd import once_differentiable
 from consistency.kernels._gemm import (
     ACCUMULATE,
     chunk_count,
@@ -74,9 +74,7 @@ def linear(
     else:
         output_dtype_code(out_dtype)
     chunks = chunk_count(weight.shape[1], tp_invariant)
-    return linear_with_chunks(
-        x, weight, bias, out_dtype, chunks=chunks, tp_invariant=tp_invariant
-    )
+    return linear_with_chunks(x, weight, bias, out_dtype, chunks=chunks, tp_invariant=tp_invariant)
 
 
 def row_parallel_partial(

@@ -7,10 +7,9 @@ report the same bits for the same token.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from consistency.errors import InvalidInputError, UnsupportedError
 from consistency.kernels._arguments import (
@@ -21,6 +20,7 @@ from consistency.kernels._arguments import (
     require_positive,
     require_shape,
 )
+from consistency.kernels._autograd import once_differentiable
 from consistency.kernels._gemm import (
     ACCUMULATE,
     CONTINUE,
@@ -31,6 +31,9 @@ from consistency.kernels._gemm import (
 )
 from consistency.kernels.library import FLOAT, INT32, INT64, POINTER, Kernel, thread_count
 from consistency.kernels.linear import linear_with_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Elements of the fp32 scratch tile in which logits live for a moment: 32 MiB.
 _TILE_ELEMENTS = 1 << 23
@@ -78,7 +81,7 @@ def lm_head_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def token_logprob(
     logits: torch.Tensor, targets: torch.Tensor, *, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logprob[t] = log softmax(logits[t] / temperature)[targets[t]], and the entropy of that softmax.
+    """logprob[t] = log softmax(logits[t] / temperature)[targets[t]], and the softmax's entropy.
 
     Args:
         logits: [T, V] float32.
@@ -92,7 +95,8 @@ def token_logprob(
 
     Raises:
         UnsupportedError: logits that are not float32, targets that are not int64, another device.
-        InvalidInputError: shapes that do not fit, a target outside the vocabulary, a bad temperature.
+        InvalidInputError: shapes that do not fit, a target outside the vocabulary, or a temperature
+            that is not finite and positive.
 
     Order of reduction:
         The maximum is exact. The sums follow a tree that depends on V alone: V is cut into the
@@ -130,7 +134,8 @@ def lm_head_logprob(
 
     Raises:
         UnsupportedError: a dtype, layout or device that the kernels do not take.
-        InvalidInputError: shapes that do not fit, a target outside the vocabulary, a bad temperature.
+        InvalidInputError: shapes that do not fit, a target outside the vocabulary, or a temperature
+            that is not finite and positive.
 
     Order of reduction:
         Those of `lm_head_logits` and `token_logprob`, forward and backward, whatever the size of
@@ -154,7 +159,9 @@ def _require_head(hidden: torch.Tensor, weight: torch.Tensor) -> None:
         )
 
 
-def _require_targets(targets: torch.Tensor, rows: int, vocabulary: int, temperature: float) -> float:
+def _require_targets(
+    targets: torch.Tensor, rows: int, vocabulary: int, temperature: float
+) -> float:
     require_integer("targets", targets, 1)
     require_shape("targets", targets, (rows,), "one per row")
     require_indices("targets", targets, vocabulary, "the vocabulary")
@@ -163,7 +170,7 @@ def _require_targets(targets: torch.Tensor, rows: int, vocabulary: int, temperat
 
 def _forward(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """(logprob, entropy, maximum, weight) per row; the last two are kept for the gradient."""
     logits = _contiguous_rows(logits)
     results = torch.empty((4, logits.shape[0]), dtype=torch.float32).unbind()
@@ -194,7 +201,8 @@ def _contiguous_rows(logits: torch.Tensor) -> torch.Tensor:
 
 def _forward_in_blocks(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
+    """What `_forward` returns, for logits that exist one block of rows at a time."""
     rows, vocabulary = hidden.shape[0], weight.shape[0]
     block = min(rows, max(1, _TILE_ELEMENTS // max(1, vocabulary)))
     tile = torch.empty((block, vocabulary), dtype=torch.float32)
@@ -230,9 +238,10 @@ def _gradient(
 
 
 def _statistics(
-    saved: tuple[torch.Tensor, ...], grad_logprob: torch.Tensor, grad_entropy: torch.Tensor
+    saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    return (*saved, grad_logprob.float().contiguous(), grad_entropy.float().contiguous())
+    """(maximum, weight, entropy, grad_logprob, grad_entropy), each [T] float32."""
+    return (*saved, *(grad.float().contiguous() for grad in grads))
 
 
 class _TokenLogprob(torch.autograd.Function):
@@ -248,10 +257,10 @@ class _TokenLogprob(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         logits, targets, *saved = ctx.saved_tensors
         grad = logits.clone(memory_format=torch.contiguous_format)
-        statistics = _statistics(tuple(saved), grad_logprob, grad_entropy)
+        statistics = _statistics(saved, grads)
         return _gradient(grad, 0, targets, ctx.temperature, statistics), None, None
 
 
@@ -274,9 +283,9 @@ class _LmHeadLogprob(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         hidden, weight, targets, *saved = ctx.saved_tensors
-        statistics = _statistics(tuple(saved), grad_logprob, grad_entropy)
+        statistics = _statistics(saved, grads)
         buffer = main_gradient(ctx.weight)
         grad_weight = None
         if ctx.needs_input_grad[1]:
@@ -299,8 +308,8 @@ def _backward_in_slices(
 ) -> torch.Tensor:
     """Walks over the vocabulary; fills `grad_weight` and returns dhidden in fp32.
 
-    A slice of the vocabulary holds all tokens, so the gradient of its weight rows is complete and is
-    written once, while the chains of dhidden are carried from slice to slice.
+    A slice of the vocabulary holds all tokens, so the gradient of its weight rows is complete and
+    is written once, while the chains of dhidden are carried from slice to slice.
     """
     rows, vocabulary = hidden.shape[0], weight.shape[0]
     parts = chunk_count(vocabulary, tp_invariant=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from consistency.errors import InvalidInputError
 from consistency.kernels._arguments import output_dtype_code, require_float
+from consistency.kernels._autograd import once_differentiable
 from consistency.kernels._gemm import chunk_count, multiply
 
 

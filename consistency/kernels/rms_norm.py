@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from consistency.errors import InvalidInputError
 from consistency.kernels._arguments import (
@@ -13,6 +12,7 @@ from consistency.kernels._arguments import (
     main_gradient,
     require_float,
 )
+from consistency.kernels._autograd import once_differentiable
 from consistency.kernels.library import FLOAT, INT32, INT64, POINTER, Kernel, thread_count
 
 _forward_kernel = Kernel(

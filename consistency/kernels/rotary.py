@@ -6,7 +6,6 @@ import ctypes
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from consistency.errors import InvalidInputError, UnsupportedError
 from consistency.kernels._arguments import (
@@ -16,6 +15,7 @@ from consistency.kernels._arguments import (
     require_positive,
     require_shape,
 )
+from consistency.kernels._autograd import once_differentiable
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _rotary_kernel = Kernel(

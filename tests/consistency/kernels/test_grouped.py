@@ -29,7 +29,9 @@ def run(function, x, weight, grad):
     tp_invariant=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_each_expert_gives_the_bits_of_its_own_linear(wide, counts, shape, dtype, tp_invariant, seed):
+def test_each_expert_gives_the_bits_of_its_own_linear(
+    wide, counts, shape, dtype, tp_invariant, seed
+):
     offsets = offsets_of(counts)
     x = wide(seed, sum(counts), shape[1], dtype=dtype)
     weight = wide(seed + 1, len(counts), *shape, dtype=dtype)
@@ -40,7 +42,10 @@ def test_each_expert_gives_the_bits_of_its_own_linear(wide, counts, shape, dtype
     for expert in range(len(counts)):
         rows = slice(int(offsets[expert]), int(offsets[expert + 1]))
         alone = run(
-            lambda x, w: linear(x, w, tp_invariant=tp_invariant), x[rows], weight[expert], grad[rows]
+            lambda x, w: linear(x, w, tp_invariant=tp_invariant),
+            x[rows],
+            weight[expert],
+            grad[rows],
         )
         assert torch.equal(y[rows], alone[0])
         assert torch.equal(grad_x[rows], alone[1])
@@ -82,7 +87,10 @@ def test_threads_strides_and_instruction_sets_change_no_bit(wide, threads, monke
 
 def test_no_rows_and_no_experts():
     weight = torch.zeros(3, 4, 5)
-    assert grouped_linear(torch.zeros(0, 5), weight, torch.zeros(4, dtype=torch.int64)).shape == (0, 4)
+    assert grouped_linear(torch.zeros(0, 5), weight, torch.zeros(4, dtype=torch.int64)).shape == (
+        0,
+        4,
+    )
     empty = grouped_linear(torch.zeros(0, 5), weight[:0], torch.zeros(1, dtype=torch.int64))
     assert empty.shape == (0, 4)
 

@@ -15,7 +15,9 @@ def test_the_best_runnable_variant_is_loaded():
 
 
 def test_a_missing_library_says_how_to_build_it():
-    with pytest.raises(KernelLibraryError, match=r"_kernels_absent.so does not exist.*pip install -e"):
+    with pytest.raises(
+        KernelLibraryError, match=r"_kernels_absent.so does not exist.*pip install -e"
+    ):
         library.load_variant("absent")
 
 

@@ -60,7 +60,10 @@ def test_the_order_of_reduction_is_the_documented_one(wide, width, chunks, rows)
 def test_a_row_and_its_gradient_do_not_depend_on_the_batch(
     wide, rows, outputs, width, dtypes, tp_invariant, seed, data
 ):
-    x, weight = wide(seed, rows, width, dtype=dtypes[0]), wide(seed + 1, outputs, width, dtype=dtypes[1])
+    x, weight = (
+        wide(seed, rows, width, dtype=dtypes[0]),
+        wide(seed + 1, outputs, width, dtype=dtypes[1]),
+    )
     grad = wide(seed + 2, rows, outputs, dtype=dtypes[0])
     y, grad_x, _ = run(x, weight, grad, tp_invariant=tp_invariant)
     picked = data.draw(st.lists(st.integers(0, rows - 1), max_size=50)) if rows else []
@@ -70,7 +73,9 @@ def test_a_row_and_its_gradient_do_not_depend_on_the_batch(
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 20), st.integers(2, 120), st.integers(1, 300), st.integers(0, 10**6), st.data())
+@given(
+    st.integers(1, 20), st.integers(2, 120), st.integers(1, 300), st.integers(0, 10**6), st.data()
+)
 def test_merging_weights_along_n_changes_no_bit(wide, rows, outputs, width, seed, data):
     x, weight = wide(seed, rows, width, dtype=BFLOAT), wide(seed + 1, outputs, width, dtype=BFLOAT)
     cut = data.draw(st.integers(1, outputs - 1))
@@ -121,7 +126,9 @@ def test_strided_expanded_and_transposed_operands_give_the_same_bits(wide, rows,
     assert torch.equal(linear(x[:1].expand(7, -1), weight, bias), expected[:1].expand(7, -1))
     assert torch.equal(linear(x.view(1, rows, 130), weight, bias), expected.view(1, rows, 50))
     plain = run(x, weight, grad)
-    for got, want in zip(run(transposed, weight_transposed, grad.t().contiguous().t()), plain, strict=True):
+    for got, want in zip(
+        run(transposed, weight_transposed, grad.t().contiguous().t()), plain, strict=True
+    ):
         assert torch.equal(got, want)
     ones = torch.ones(1, 1, dtype=dtype).expand(rows, 50)
     for got, want in zip(run(x, weight, ones), run(x, weight, ones.contiguous()), strict=True):
@@ -194,6 +201,7 @@ def test_gradients_are_those_of_float64(error, rows, outputs, width, dtype, tp_i
     # Half a unit in the last place of the dtype, and a few of fp32 for the sums before it.
     bound = torch.finfo(dtype).eps / 2 + 2e-6
     for tensor, reference in zip(tensors, exact, strict=True):
+        assert tensor.grad is not None
         assert tensor.grad.dtype == dtype
         assert error(tensor.grad, reference.grad) <= bound
 

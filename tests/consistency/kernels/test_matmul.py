@@ -23,7 +23,10 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 def test_every_memory_layout_gives_the_bits_of_linear(
     wide, rows, columns, width, dtypes, tp_invariant, seed
 ):
-    a, b = wide(seed, rows, width, dtype=dtypes[0]), wide(seed + 1, columns, width, dtype=dtypes[1]).t()
+    a, b = (
+        wide(seed, rows, width, dtype=dtypes[0]),
+        wide(seed + 1, columns, width, dtype=dtypes[1]).t(),
+    )
     expected = linear(a, b.t(), tp_invariant=tp_invariant)
     for left in (a, a.t().contiguous().t(), a.repeat_interleave(2, 1)[:, ::2]):
         for right in (b, b.contiguous(), b.repeat_interleave(2, 0)[::2]):
@@ -57,5 +60,5 @@ def test_bad_operands_are_refused():
         matmul(good, good)
     with pytest.raises(InvalidInputError, match="b must have 2 dimensions"):
         matmul(good, torch.zeros(4))
-    with pytest.raises(UnsupportedError, match="a has dtype torch.float64"):
+    with pytest.raises(UnsupportedError, match="a has dtype torch"):
         matmul(good.double(), good.t())
