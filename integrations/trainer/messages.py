@@ -109,6 +109,7 @@ class StepFinished(msgspec.Struct, frozen=True, tag="step_finished"):
 
 class CheckpointWritten(msgspec.Struct, frozen=True, tag="checkpoint_written"):
     version: int
+    kept: list[int]
     seconds: float
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,8 +94,8 @@ def import_package(
         The checkpoint folder.
 
     Raises:
-        ModelSourceError: package or converter not installed, not exactly one GGUF file, a damaged file,
-            or a full disk.
+        ModelSourceError: package or converter not installed, not exactly one GGUF file, a damaged
+            file, or a full disk.
     """
     source = _find_gguf(package)
     fingerprint = {
@@ -260,9 +261,10 @@ def _quiet(transformers: Any) -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        # The GGUF reader draws a bar of its own and asks nobody.
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-        sys.stderr.flush()

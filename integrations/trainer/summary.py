@@ -11,7 +11,7 @@ from typing import Any
 class RunSummary:
     """Accumulates the events of a run; of a resumed run, the events since the resume.
 
-    Drift is weighted by the number of audited tokens; throughput is tokens per second of the time
+    Drift is weighted by the number of audited tokens, flips by the (row, MoE layer) pairs; throughput is tokens per second of the time
     in which the worker was busy, so it does not count waiting.
     """
 
@@ -21,7 +21,8 @@ class RunSummary:
     unaudited_tokens: int = 0
     k3_sum: float = 0.0
     max_abs_diff: float = 0.0
-    flip_sum: float = 0.0
+    router_flips: float = 0.0
+    router_pairs: int = 0
     max_staleness: int = 0
     swap_seconds: list[float] = field(default_factory=list)
     pause_seconds: list[float] = field(default_factory=list)
@@ -37,7 +38,9 @@ class RunSummary:
         self.audited_tokens += audited
         self.unaudited_tokens += int(event["unaudited_tokens"])
         self.k3_sum += event["k3_kl"] * audited
-        self.flip_sum += event["router_flip_rate"] * audited
+        pairs = int(event["router_pairs"])
+        self.router_flips += event["router_flip_rate"] * pairs
+        self.router_pairs += pairs
         self.max_abs_diff = max(self.max_abs_diff, event["max_abs_diff"])
         self.max_staleness = max(self.max_staleness, int(event["staleness_max"]))
         self.learner_tokens += int(event["tokens"])
@@ -60,7 +63,7 @@ class RunSummary:
             "reward_end": self.reward_end,
             "k3_kl": self.k3_sum / tokens if tokens else None,
             "max_abs_diff": self.max_abs_diff if tokens else None,
-            "router_flip_rate": self.flip_sum / tokens if tokens else None,
+            "router_flip_rate": self._flip_rate(),
             "audited_tokens": tokens,
             "unaudited_tokens": self.unaudited_tokens,
             "max_staleness": self.max_staleness,
@@ -73,6 +76,12 @@ class RunSummary:
             "lost": self.lost,
         }
 
+    def _flip_rate(self) -> float | None:
+        """None when nothing was audited; 0 for a dense model, which has no router to disagree."""
+        if not self.audited_tokens:
+            return None
+        return self.router_flips / self.router_pairs if self.router_pairs else 0.0
 
-def _rate(count: int, seconds: float) -> float | None:
-    return count / seconds if seconds > 0 else None
+
+def _rate(count: float, per: float) -> float | None:
+    return count / per if per > 0 else None

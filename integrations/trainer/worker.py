@@ -8,6 +8,7 @@ outlives its controller.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import queue
 import signal
@@ -38,7 +39,8 @@ class ControlLink:
     """The worker's side of the control socket: an inbox filled by a thread, and `send`."""
 
     def __init__(self, channel: Channel) -> None:
-        self.inbox: queue.Queue[ToWorker | object] = queue.Queue()
+        self._inbox: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._channel = channel
         self._send_lock = threading.Lock()
         threading.Thread(target=self._listen, name="control", daemon=True).start()
@@ -51,9 +53,23 @@ class ControlLink:
         except (ChannelError, StalledError):
             os._exit(EXIT_CONTROLLER_GONE)
 
-    def post(self, item: object) -> None:
-        """Put an item of this process itself into the inbox (for example: a version is staged)."""
-        self.inbox.put(item)
+    def fileno(self) -> int:
+        """Readable while messages wait, for a `select` over several sources."""
+        return self._wakeup
+
+    def receive(self) -> ToWorker:
+        """The next message; waits for it."""
+        return self._inbox.get()
+
+    def drain(self) -> list[ToWorker]:
+        """Every message that has arrived."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup)
+        messages: list[ToWorker] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                messages.append(self._inbox.get_nowait())
+        return messages
 
     def _listen(self) -> None:
         while True:
@@ -65,7 +81,8 @@ class ControlLink:
                 # The main thread may be inside a long kernel; only _exit ends it now.
                 os._exit(EXIT_CONTROLLER_GONE)
             for received in arrived:
-                self.inbox.put(received.message)
+                self._inbox.put(received.message)
+            os.eventfd_write(self._wakeup, 1)
 
 
 def main(arguments: list[str] | None = None) -> int:

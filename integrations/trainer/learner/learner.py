@@ -23,7 +23,7 @@ from consistency.correction import (
 from consistency.metrics import mismatch_metrics
 from consistency.routing_replay import RoutingReplayer
 from integrations.errors import LearnerError
-from integrations.trainer.learner.audit import audit_drift
+from integrations.trainer.learner.audit import NO_AUDIT, audit_drift
 from integrations.trainer.learner.batch import (
     PackedBatch,
     pack,
@@ -39,6 +39,9 @@ from integrations.trainer.trajectory import Trajectory
 
 Example = tuple[Sequence[int], Sequence[int]]
 OnProgress = Callable[[], None]
+
+# Supervised steps over which the learning rate rises, so that fresh moments do not throw the weights.
+WARM_START_WARMUP = 5
 
 
 @dataclass(slots=True)
@@ -127,7 +130,7 @@ class Learner:
         settings = self._recipe.warm_start
         if settings is None:
             return
-        self.optimizer.set_schedule(settings.learning_rate, warmup_steps=settings.warmup_steps)
+        self.optimizer.set_schedule(settings.learning_rate, warmup_steps=WARM_START_WARMUP)
         for step in range(1, settings.steps + 1):
             # Linear decay leaves the policy at rest when the policy gradient takes over.
             remaining = 1.0 - (step - 1) / settings.steps
@@ -330,18 +333,6 @@ class Learner:
         self._history[self.version] = weights
         while len(self._history) > self._keep:
             self._history.popitem(last=False)
-
-
-NO_AUDIT = {
-    "k3_kl": 0.0,
-    "mean_abs_diff": 0.0,
-    "max_abs_diff": 0.0,
-    "exact_fraction": 1.0,
-    "router_flip_rate": 0.0,
-    "audited_tokens": 0.0,
-    "unaudited_tokens": 0.0,
-}
-"""Metrics of a step without an audit; `audited_tokens` = 0 says that nothing was measured."""
 
 
 def _reward(trajectory: Trajectory) -> float:
