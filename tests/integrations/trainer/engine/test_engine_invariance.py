@@ -178,7 +178,7 @@ def test_a_mid_size_model_keeps_its_bits_at_any_batch():
     contract, weights, rng = NumericsContract(), init_random(config, 0), Random(0)
     trunk = tuple(rng.randrange(49152) for _ in range(70))
     requests = [
-        GenerationRequest(f"r{i}", trunk[: 1 + i * 5] + (i,), 6, 1.0, seed=i) for i in range(14)
+        GenerationRequest(f"r{i}", (*trunk[: 1 + i * 5], i), 6, 1.0, seed=i) for i in range(14)
     ]
 
     def run(chosen: list[GenerationRequest], chunk: int) -> list[Trajectory]:
