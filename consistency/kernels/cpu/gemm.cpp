@@ -126,7 +126,8 @@ void finish(const Product& product, const Tile& tile, const float* partial, int6
         const int count = static_cast<int>(std::min<int64_t>(kLanes, tile.columns - i));
         F16 value = load(row + i);
         if (product.bias != nullptr)
-          value = add(value, load_any_partial(product.bias, tile.column + i, product.bias_dtype, count));
+          value = add(value, load_any_partial(product.bias, tile.column + i, product.bias_dtype,
+                                              count));
         if (product.mode == kAccumulate)
           value = add(load_any_partial(c.data, base + i, c.dtype, count), value);
         store_any_partial(c.data, base + i, c.dtype, value, count);
@@ -172,7 +173,8 @@ bool run_tile(const Tile& tile) {
   if (!fresh)
     pack(static_cast<const float*>(product.c.data) + tile.row * product.c.row_stride +
              tile.column * product.c.column_stride,
-         product.c.row_stride, product.c.column_stride, kFloat32, tile.rows, tile.columns, stack, ld);
+         product.c.row_stride, product.c.column_stride, kFloat32, tile.rows, tile.columns, stack,
+         ld);
 
   int64_t top = 0;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
@@ -189,7 +191,8 @@ bool run_tile(const Tile& tile) {
     for (int64_t done = chunk + 1; done % 2 == 0; done /= 2, --top) {
       float* left = stack + (top - 1) * size;
       const float* right = stack + top * size;
-      for (int64_t i = 0; i < size; i += kLanes) store(left + i, add(load(left + i), load(right + i)));
+      for (int64_t i = 0; i < size; i += kLanes)
+        store(left + i, add(load(left + i), load(right + i)));
     }
     ++top;
   }

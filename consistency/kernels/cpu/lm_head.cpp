@@ -3,8 +3,8 @@
 // With z = logit / temperature (one division), m = max z, d = z - m, S = sum exp(d):
 //   logprob = d[target] - log S          entropy = log S - sum(exp(d) d) / S
 //
-// Order of reduction, a function of the vocabulary's width V alone. V is cut into P equal parts, the
-// largest power of two P <= 8 with V % (64 P) == 0, else 1; a part into segments of 1024 columns.
+// Order of reduction, a function of the vocabulary's width V alone. V is cut into P equal parts,
+// the largest power of two P <= 8 with V % (64 P) == 0, else 1; a part into segments of 1024 columns.
 // A segment is folded into 16 lanes by index modulo 16, in order, and the lanes by the tree of
 // simd.hpp. Segments of a part are joined by the binary tree whose left side is the largest power
 // of two, parts by the same tree. A vocabulary-parallel rank with P / R parts computes a subtree.
@@ -135,7 +135,7 @@ void gradient_row(float* row, int64_t width, int64_t target, float temperature, 
 }  // namespace
 }  // namespace lockstep
 
-// statistics[0 .. rows): m; [rows .. 2 rows): S; both are kept for the gradient.
+// Per row: logprob and entropy, and m and S, which are kept for the gradient.
 LOCKSTEP_API int32_t lockstep_token_logprob(const float* logits, int64_t row_stride, int64_t rows,
                                             int64_t width, const int64_t* targets,
                                             float temperature, float* logprob, float* entropy,

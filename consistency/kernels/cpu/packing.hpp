@@ -13,7 +13,8 @@ inline void load_words_transposed(const char* base, int64_t row_bytes, __m256 t[
   const char* low = base;
   const char* high = base + 4 * row_bytes;
   const auto pair = [&](int row, int offset) {
-    const __m128 first = _mm_loadu_ps(reinterpret_cast<const float*>(low + row * row_bytes + offset));
+    const __m128 first =
+        _mm_loadu_ps(reinterpret_cast<const float*>(low + row * row_bytes + offset));
     const __m128 second =
         _mm_loadu_ps(reinterpret_cast<const float*>(high + row * row_bytes + offset));
     return _mm256_insertf128_ps(_mm256_castps128_ps256(first), second, 1);
