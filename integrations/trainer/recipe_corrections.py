@@ -32,19 +32,9 @@ class CorrectionSection(Section):
         return self.model_dump(exclude={"kind"})
 
 
-class _Interval(CorrectionSection):
-    """A kind with the limits ``low`` and ``high`` of a ratio."""
-
-    low: NotNegative = 0.5
-    high: Positive = 2.0
-
-    @model_validator(mode="after")
-    def _is_an_interval(self) -> _Interval:
-        if self.low > self.high:
-            raise problem(
-                "correction.low", f"is {self.low}, above correction.high ({self.high}); swap them"
-            )
-        return self
+def _require_interval(low: float, high: float) -> None:
+    if low > high:
+        raise problem("correction.low", f"is {low}, above correction.high ({high}); swap them")
 
 
 class NoCorrection(CorrectionSection):
@@ -69,13 +59,20 @@ class SequenceTisCorrection(CorrectionSection):
     normalise: bool = False
 
 
-class RatioMaskCorrection(_Interval):
+class RatioMaskCorrection(CorrectionSection):
     """Masked importance sampling: tokens or responses outside the limits are dropped."""
 
     kind: Literal["ratio_mask"] = "ratio_mask"
     level: Literal["token", "sequence", "geometric"] = "token"
+    low: NotNegative = 0.5
+    high: Positive = 2.0
     veto: Positive | None = None
     weighted: bool = True
+
+    @model_validator(mode="after")
+    def _is_an_interval(self) -> RatioMaskCorrection:
+        _require_interval(self.low, self.high)
+        return self
 
 
 class DivergenceMaskCorrection(CorrectionSection):
@@ -87,16 +84,26 @@ class DivergenceMaskCorrection(CorrectionSection):
     limit: Positive
 
 
-class IcePopCorrection(_Interval):
+class IcePopCorrection(CorrectionSection):
     """A mask and an importance weight in one."""
 
     kind: Literal["icepop"] = "icepop"
+    low: NotNegative = 0.5
     high: Positive = 5.0
 
+    @model_validator(mode="after")
+    def _is_an_interval(self) -> IcePopCorrection:
+        _require_interval(self.low, self.high)
+        return self
 
-def _kind_name_to_section(value: Any) -> Any:
-    """``correction: icepop`` is short for ``correction: {kind: icepop}``."""
-    return {"kind": value} if isinstance(value, str) else value
+
+def _complete(value: Any) -> Any:
+    """``correction: icepop`` is short for ``{kind: icepop}``, and limits alone are of token_tis."""
+    if isinstance(value, str):
+        return {"kind": value}
+    if isinstance(value, dict) and "kind" not in value:
+        return {"kind": "token_tis", **value}
+    return value
 
 
 CorrectionRecipe = Annotated[
@@ -107,5 +114,5 @@ CorrectionRecipe = Annotated[
     | DivergenceMaskCorrection
     | IcePopCorrection,
     Field(discriminator="kind"),
-    BeforeValidator(_kind_name_to_section),
+    BeforeValidator(_complete),
 ]

@@ -46,7 +46,7 @@ def problem_path(details: ErrorDetails) -> str:
     if details["type"] == "recipe":
         return str(context["path"])
     location = _without_tag(details["loc"])
-    if details["type"] in ("union_tag_not_found", "union_tag_invalid"):
+    if details["type"] == "union_tag_invalid":
         location = (*location, "kind")
     return ".".join(str(part) for part in location)
 
@@ -60,8 +60,6 @@ def describe(details: ErrorDetails) -> str:
         return f"unknown key; {_known_keys(details['loc'])}"
     if kind == "missing":
         return "missing; the recipe must set it"
-    if kind == "union_tag_not_found":
-        return f"missing; use {_one_of(_tags())}"
     if problem_path(details) in ("rollout.engine", "learner.engine") and isinstance(value, str):
         return f"is {value!r}, which is not available in this release; use embedded"
     if kind in ("literal_error", "union_tag_invalid"):
@@ -70,7 +68,9 @@ def describe(details: ErrorDetails) -> str:
     if limit is not None:
         return f"is {_shown(value)}; must be {limit}"
     if kind in _EXPECTED:
-        quote = "; put it in quotes" if kind == "string_type" and _is_scalar(value) else ""
+        # `prompt: {question}` is a mapping to YAML, and `name: 5` a number.
+        quotes = kind == "string_type" and isinstance(value, (bool, int, float, dict))
+        quote = "; put it in quotes" if quotes else ""
         return f"is {_shown(value)}; must be {_EXPECTED[kind]}{quote}"
     return f"is {_shown(value)}; {' '.join(details['msg'].split())}"
 
@@ -193,10 +193,6 @@ def _one_of(names: list[str]) -> str:
 
 def _number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, (bool, int, float))
 
 
 def _shown(value: Any) -> str:
