@@ -17,10 +17,10 @@ help:
 	@echo 'make bench        kernels and weight plane against their peers on this machine'
 
 quickstart: $(VENV)/.base
-	$(BIN)/lockstep train recipes/quickstart.yaml --fresh
+	$(BIN)/lockstep train recipes/quickstart.yaml
 
 smollm2: $(VENV)/.dev
-	$(BIN)/lockstep train recipes/smollm2.yaml --fresh
+	$(BIN)/lockstep train recipes/smollm2.yaml
 
 test: test-fast test-runs
 

@@ -96,13 +96,12 @@ class TrajectoryBuffer:
             raise BufferStateError(
                 f"sample {place} of prompt {index} is not within groups of {self._group_size}"
             )
-        group = self._groups.setdefault(index, {})
-        if index < self._next_prompt or place in group:
+        if index < self._next_prompt or place in self._groups.get(index, ()):
             raise BufferStateError(f"sample {place} of prompt {index} came twice")
-        group[place] = sample
+        self._groups.setdefault(index, {})[place] = sample
 
     def take(self, count: int) -> list[Group] | None:
-        """Remove and return the next ``count`` groups in prompt order; None until all are complete."""
+        """Remove and return the next ``count`` groups in prompt order; None until complete."""
         indices = range(self._next_prompt, self._next_prompt + count)
         if any(len(self._groups.get(index, ())) < self._group_size for index in indices):
             return None

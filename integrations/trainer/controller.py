@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from integrations.errors import RunError, WorkerLostError
 from integrations.trainer import messages
 from integrations.trainer.buffer import AdmissionRule, Group, TrajectoryBuffer
-from integrations.errors import RunError, WorkerLostError
 from integrations.trainer.evaluation import HeldOutEvaluation
 from integrations.trainer.journal import (
     CheckpointSaved,

@@ -1,10 +1,12 @@
 """The durable log of a run: no trajectory is lost and no prompt is skipped or repeated.
 
-Every record is written by one ``write`` call before anything else happens to what it describes, so a
-process killed at any moment loses at most the record it was in the middle of. Records that decide
+Every record is written by one ``write`` call before anything else happens to what it describes, so
+a process killed at any moment loses at most the record it was in the middle of. Records that decide
 what a resumed run does (plans, finished steps, checkpoints) are also flushed to the disk.
 
-A record is its length, the XXH3-64 of its body, and a msgpack body. After a checkpoint the log is
+A record is a header (the body's length, the XXH32 of that length, the XXH3-64 of the body) and a
+msgpack body. The length has a checksum of its own so that a damaged one, which would point past the
+end of the file, is not taken for a record that a crash has cut short. After a checkpoint the log is
 written anew without what no resume can need any more, and replaces the old file by a rename.
 """
 
@@ -20,6 +22,7 @@ import msgspec
 import xxhash
 
 from integrations.errors import JournalError
+from integrations.trainer.atomic_directory import sync_directory
 
 __all__ = [
     "CheckpointSaved",
@@ -33,8 +36,8 @@ __all__ = [
 ]
 
 FILE = "journal.log"
-_HEADER = struct.Struct("<IQ")
-_LARGEST_RECORD = 1 << 30
+_HEADER = struct.Struct("<IIQ")
+_LENGTH = struct.Struct("<I")
 
 
 class Summary(msgspec.Struct, frozen=True, tag="summary"):
@@ -90,7 +93,7 @@ class RecoveredState:
         checkpoint_version: the checkpoint to load, None to begin with the warm start.
         consumed_prompts, consumed_trajectories: by the steps up to that checkpoint.
         trajectories: payloads of every sample not consumed by those steps.
-        planned_steps: steps after the checkpoint whose batch was decided; they are repeated exactly.
+        planned_steps: steps after the checkpoint whose batch was decided; repeated exactly.
         step_digests: weights digest that each of them gave before.
         unfinished_prompts: (prompt, samples done) of groups that were begun or skipped over.
         next_prompt_index: the first prompt that nothing is known of.
@@ -133,6 +136,7 @@ class Journal:
             self.torn_bytes = os.fstat(self._descriptor).st_size - end
             if self.torn_bytes:
                 os.ftruncate(self._descriptor, end)
+            sync_directory(folder)
         except OSError as error:
             raise JournalError(f"journal {self._path} cannot be opened: {error}") from error
 
@@ -152,7 +156,9 @@ class Journal:
                 os.fdatasync(self._descriptor)
         except OSError as error:
             os.ftruncate(self._descriptor, size)
-            raise JournalError(f"journal {self._path} cannot be written: {error.strerror}") from error
+            raise JournalError(
+                f"journal {self._path} cannot be written: {error.strerror}"
+            ) from error
         self._records.append(record)
 
     def recover(self, checkpoint_version: int | None, group_size: int) -> RecoveredState:
@@ -163,16 +169,23 @@ class Journal:
             group_size: samples of one prompt.
 
         Raises:
-            JournalError: the log begins after that checkpoint.
+            JournalError: the log begins after that checkpoint, or ends before it.
         """
         done_steps = checkpoint_version or 0
         summary = self._summary()
         if summary.steps > done_steps:
             raise JournalError(
-                f"journal {self._path} begins after step {summary.steps}, but the newest checkpoint "
-                f"is of version {done_steps}; restore that checkpoint folder or start a new run"
+                f"journal {self._path} begins after step {summary.steps}, but the newest "
+                f"checkpoint is of version {done_steps}; restore that folder or start a new run"
             )
         plans = {r.step: r for r in self._records if isinstance(r, StepPlanned)}
+        for step in range(summary.steps + 1, max(done_steps, *plans, 0) + 1):
+            if step not in plans:
+                raise JournalError(
+                    f"journal {self._path} does not say what step {step} was trained on, but the "
+                    f"newest checkpoint is of version {done_steps}; restore the journal that "
+                    "belongs to it or start a new run"
+                )
         consumed = [i for step, plan in plans.items() if step <= done_steps
                     for i in plan.prompt_indices]  # fmt: skip
         gone = set(consumed)
@@ -228,6 +241,8 @@ class Journal:
                     continue
                 case StepPlanned() | StepDone() if record.step <= oldest_checkpoint:
                     continue
+                case CheckpointSaved() if record.version < oldest_checkpoint:
+                    continue
                 case Summary():
                     continue
                 case _:
@@ -249,6 +264,9 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.rename(self._path)
+            # Otherwise a power failure could bring the old file back, without what is flushed from
+            # now on to the new one.
+            sync_directory(self._folder)
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         except OSError as error:
             temporary.unlink(missing_ok=True)
@@ -263,7 +281,8 @@ class Journal:
 
     def _frame(self, record: Record) -> bytes:
         body = self._encoder.encode(record)
-        return _HEADER.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body
+        checksum = xxhash.xxh3_64_intdigest(body)
+        return _HEADER.pack(len(body), _length_checksum(len(body)), checksum) + body
 
 
 def _read(path: Path) -> tuple[list[Record], int]:
@@ -277,24 +296,37 @@ def _read(path: Path) -> tuple[list[Record], int]:
         try:
             records.append(msgspec.msgpack.decode(body, type=Record))
         except msgspec.DecodeError as error:
-            raise JournalError(f"journal {path}: the record at byte {start} is unknown: {error}") from error
+            raise JournalError(
+                f"journal {path}: the record at byte {start} is unknown: {error}"
+            ) from error
         end = start + _HEADER.size + len(body)
     return records, end
 
 
 def _bodies(path: Path, data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Offset and body of each whole record; stops at a torn end.
+
+    A crash tears only the last record. It may be short, or zeros where a power failure caught the
+    file growing. Anything else is damage, and what follows it must not vanish in silence.
+    """
     start = 0
     while start + _HEADER.size <= len(data):
-        length, checksum = _HEADER.unpack_from(data, start)
+        length, length_checksum, checksum = _HEADER.unpack_from(data, start)
         stop = start + _HEADER.size + length
         body = data[start + _HEADER.size : stop]
-        if stop > len(data) or xxhash.xxh3_64_intdigest(body) != checksum:
-            # Only the last record can be torn; damage before the end is not a crash's doing.
-            if stop < len(data) or length > _LARGEST_RECORD:
-                raise JournalError(
-                    f"journal {path}: the record at byte {start} is damaged; restore the file from a "
-                    "backup, or start a new run"
-                )
+        length_holds = length_checksum == _length_checksum(length)
+        if length_holds and len(body) < length:
             return
+        if not length_holds or xxhash.xxh3_64_intdigest(body) != checksum:
+            if not data[stop if length_holds else start :].strip(b"\0"):
+                return
+            raise JournalError(
+                f"journal {path}: the record at byte {start} is damaged; restore the file from a "
+                f"backup, or give up what follows: truncate -s {start} {path}"
+            )
         yield start, body
         start = stop
+
+
+def _length_checksum(length: int) -> int:
+    return xxhash.xxh32_intdigest(_LENGTH.pack(length))

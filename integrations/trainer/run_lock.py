@@ -33,7 +33,8 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         except BlockingIOError:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             raise RunLockError(
-                f"run_dir {run_dir} is in use by process {holder}; stop it or choose another run_dir"
+                f"run_dir {run_dir} is in use by process {holder}; "
+                "stop it or choose another run_dir"
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)

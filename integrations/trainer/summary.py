@@ -11,8 +11,8 @@ from typing import Any
 class RunSummary:
     """Accumulates the events of a run; of a resumed run, the events since the resume.
 
-    Drift is weighted by the number of audited tokens, flips by the (row, MoE layer) pairs; throughput is tokens per second of the time
-    in which the worker was busy, so it does not count waiting.
+    Drift is weighted by the number of audited tokens, flips by the (row, MoE layer) pairs.
+    Throughput is tokens per second of the time in which the worker was busy, without waiting.
     """
 
     reward_start: float | None = None

@@ -2,8 +2,8 @@
 //
 // Order of reduction: a row of width W is folded into 16 lanes by index modulo 16, in order, and
 // the lanes by the fixed tree of simd.hpp. The order depends on W alone. Sums over rows (the
-// gradient of a norm's weight) run in row order inside blocks of 128 rows; the blocks are then
-// added in order. Threads own whole rows, or whole columns of such a sum.
+// gradient of a norm's weight) run in row order inside blocks of 32 rows, and join the blocks
+// by a binary tree of neighbours. Threads own whole rows, or whole columns of such a sum.
 #include <cmath>
 #include <vector>
 
@@ -13,7 +13,7 @@
 namespace lockstep {
 namespace {
 
-constexpr int64_t kRowsPerBlock = 128;
+constexpr int64_t kRowsPerBlock = 32;
 constexpr int64_t kColumnsPerBlock = 16 * kLanes;
 
 // The scale that rms_norm multiplies by: weight, or 1 + weight when the weight is zero-centred.
@@ -65,27 +65,46 @@ void norm_row_gradient(const Element<kType>* grad, const Element<kType>* x, cons
   }
 }
 
-// Columns [begin, end) of sum over rows of grad * xhat.
+// The sum of grad * xhat over rows, for some columns.
 template <DType kType>
-void norm_weight_gradient(const Element<kType>* grad, const Element<kType>* x,
-                          const float* inverse_rms, float* out, int64_t rows, int64_t width,
-                          int64_t begin, int64_t end) {
-  float block[kColumnsPerBlock];
-  std::fill(out + begin, out + end, 0.0f);
-  for (int64_t first = 0; first < rows; first += kRowsPerBlock) {
-    std::fill(block, block + kColumnsPerBlock, 0.0f);
-    for (int64_t row = first; row < std::min(rows, first + kRowsPerBlock); ++row) {
+struct NormWeightGradient {
+  const Element<kType>* grad;
+  const Element<kType>* x;
+  const float* inverse_rms;
+  int64_t rows, width;
+
+  // out [kColumnsPerBlock] = the sum over rows [first, first + span), `count` columns from `begin`
+  // on. span is kRowsPerBlock times a power of two; rows that do not exist count as zero.
+  void add_rows(int64_t first, int64_t span, int64_t begin, int64_t count, float* out) const {
+    if (span > kRowsPerBlock) {
+      add_rows(first, span / 2, begin, count, out);
+      if (first + span / 2 >= rows) return;
+      float other[kColumnsPerBlock];
+      add_rows(first + span / 2, span / 2, begin, count, other);
+      for (int64_t i = 0; i < count; i += kLanes)
+        store(out + i, add(load(out + i), load(other + i)));
+      return;
+    }
+    std::fill(out, out + kColumnsPerBlock, 0.0f);
+    for (int64_t row = first; row < std::min(rows, first + span); ++row) {
       const F16 factor = set1(inverse_rms[row]);
-      for (int64_t i = begin; i < end; i += kLanes) {
-        const int64_t count = end - i;
-        const F16 normal = mul(load_typed<kType>(x + row * width + i, count), factor);
-        float* total = block + (i - begin);
-        store(total, fma(load_typed<kType>(grad + row * width + i, count), normal, load(total)));
+      const int64_t start = row * width + begin;
+      for (int64_t i = 0; i < count; i += kLanes) {
+        const F16 normal = mul(load_typed<kType>(x + start + i, count - i), factor);
+        store(out + i, fma(load_typed<kType>(grad + start + i, count - i), normal, load(out + i)));
       }
     }
-    for (int64_t i = begin; i < end; ++i) out[i] = out[i] + block[i - begin];
   }
-}
+
+  void run(int64_t begin, float* out) const {
+    int64_t span = kRowsPerBlock;
+    while (span < rows) span *= 2;
+    const int64_t count = std::min(kColumnsPerBlock, width - begin);
+    float total[kColumnsPerBlock];
+    add_rows(0, span, begin, count, total);
+    std::copy(total, total + count, out + begin);
+  }
+};
 
 F16 sigmoid(F16 x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x)))); }
 
@@ -149,10 +168,9 @@ LOCKSTEP_API int32_t lockstep_rms_norm_backward(
       }
       if (grad_weight != nullptr) {
         const int64_t blocks = (width + kColumnsPerBlock - 1) / kColumnsPerBlock;
+        const NormWeightGradient<type()> gradient{grads, inputs, inverse_rms, rows, width};
         parallel_for(team, blocks, [&](int64_t block) {
-          const int64_t begin = block * kColumnsPerBlock;
-          norm_weight_gradient<type()>(grads, inputs, inverse_rms, grad_weight, rows, width, begin,
-                                       std::min(width, begin + kColumnsPerBlock));
+          gradient.run(block * kColumnsPerBlock, grad_weight);
         });
       }
     });

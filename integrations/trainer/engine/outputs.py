@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from integrations.trainer.trajectory import Trajectory
 
 __all__ = ["StepMetrics", "StepOutput"]
 
 
-class StepOutput(NamedTuple):
+class StepOutput(msgspec.Struct, frozen=True, gc=False):
     """One sampled token.
+
+    Made in every step for every request, hence invisible to the garbage collector, whose runs
+    would cost more than the step's other bookkeeping; it can be part of no reference cycle.
 
     Attributes:
         request_id: whose token it is.

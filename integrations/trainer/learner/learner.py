@@ -40,7 +40,7 @@ from integrations.trainer.trajectory import Trajectory
 Example = tuple[Sequence[int], Sequence[int]]
 OnProgress = Callable[[], None]
 
-# Supervised steps over which the learning rate rises, so that fresh moments do not throw the weights.
+# Supervised steps over which the learning rate rises: fresh moments make the first ones noisy.
 WARM_START_WARMUP = 5
 
 

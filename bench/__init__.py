@@ -1,0 +1,1 @@
+"""Measurements: ratios against a peer or a physical limit, taken in the same run."""
