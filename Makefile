@@ -14,7 +14,7 @@ help:
 	@echo 'make test         the default suite, then whole training runs'
 	@echo 'make test-fast    the default suite alone'
 	@echo 'make lint         ruff, pyright, import-linter'
-	@echo 'make bench        kernels and weight plane against their peers on this machine'
+	@echo 'make bench        CPU kernels against torch on this machine'
 
 quickstart: $(VENV)/.base
 	$(BIN)/lockstep train recipes/quickstart.yaml
@@ -42,7 +42,6 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m bench.kernels
-	$(BIN)/python -m bench.sync
 
 clean:
 	rm -rf $(VENV) build runs models *.egg-info
