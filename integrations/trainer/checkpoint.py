@@ -61,6 +61,7 @@ def save_state(folder: Path, version: int, groups: Groups, facts: dict[str, Any]
         with atomic_directory(target) as partial:
             save_file(flat, partial / TENSORS)
             state = {**facts, "version": version, "digest": _digest(partial / TENSORS)}
+            state["state_digest"] = _state_digest(state)
             (partial / STATE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write checkpoint {target}: {error}") from error
@@ -77,10 +78,14 @@ def load_state(folder: Path, version: int) -> tuple[Groups, dict[str, Any]]:
     instead = f"delete {path} to resume from the checkpoint before it"
     try:
         state = json.loads((path / STATE).read_text())
+        if state.pop("state_digest") != _state_digest(state):
+            raise CheckpointError(f"{path / STATE} is damaged (its digest differs); {instead}")
+        if state["version"] != version:
+            raise CheckpointError(f"{path} holds version {state['version']}; {instead}")
         if state["digest"] != _digest(path / TENSORS):
             raise CheckpointError(f"{path / TENSORS} is damaged (its digest differs); {instead}")
         flat = load_file(path / TENSORS)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"checkpoint {path} cannot be read: {error}; {instead}") from error
@@ -101,6 +106,11 @@ def prune(folder: Path, keep: int) -> list[int]:
 
 def _path(folder: Path, version: int) -> Path:
     return folder / f"version-{version:06d}"
+
+
+def _state_digest(state: dict[str, Any]) -> str:
+    text = json.dumps(state, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def _digest(path: Path) -> str:

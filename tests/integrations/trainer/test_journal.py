@@ -209,7 +209,7 @@ def test_a_flipped_bit_is_an_error_unless_only_the_last_record_is_lost(
     content[position] ^= 1 << data.draw(st.integers(0, 7))
     (folder / FILE).write_bytes(content)
     if position < last:
-        with pytest.raises(JournalError, match="the record at byte [0-9]+ is damaged") as caught:
+        with pytest.raises(JournalError, match=r"the record at byte [0-9]+ is damaged") as caught:
             Journal(folder)
         line = str(caught.value)
         assert str(folder / FILE) in line and "\n" not in line
@@ -292,7 +292,8 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from integrations.trainer.journal import CheckpointSaved, Journal, StepDone, StepPlanned, TrajectoryDone
+from integrations.trainer.journal import CheckpointSaved, Journal
+from integrations.trainer.journal import StepDone, StepPlanned, TrajectoryDone
 journal = Journal(Path(sys.argv[1]))
 state = journal.recover(int(sys.argv[2]) or None, 1)
 step = max([int(sys.argv[2])] + [plan.step for plan in state.planned_steps])
