@@ -84,11 +84,11 @@ def join(layout: Layout) -> Iterator[Callable[..., Subscriber]]:
 class EngineProcess:
     """A subscriber in a process of its own, driven by JSON lines."""
 
-    def __init__(self, layout: Layout, *options: str, optimise: bool = False) -> None:
+    def __init__(self, layout: Layout, *options: str) -> None:
         ours, theirs = channel_pair()
         script = Path(__file__).with_name("engine_process.py")
         self._process = subprocess.Popen(
-            [sys.executable, *(["-O"] if optimise else []), str(script), str(theirs.fileno()),
+            [sys.executable, str(script), str(theirs.fileno()),
              *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -137,8 +137,8 @@ def engine() -> Iterator[Callable[..., EngineProcess]]:
     """Start engine processes; their channels are still to be attached."""
     started: list[EngineProcess] = []
 
-    def start(layout: Layout, *options: str, optimise: bool = False) -> EngineProcess:
-        started.append(EngineProcess(layout, *options, optimise=optimise))
+    def start(layout: Layout, *options: str) -> EngineProcess:
+        started.append(EngineProcess(layout, *options))
         return started[-1]
 
     yield start

@@ -145,6 +145,7 @@ def test_the_newest_version_stays_readable_while_the_next_is_written(publisher, 
 def test_with_one_slot_late_joiners_start_from_the_next_version(layout, join, state):
     with Publisher(layout, slots=1) as publisher:
         engine = join(publisher)
+        publisher.wait_subscribers(1, 10)
         for number in (1, 2, 3):
             publisher.publish(state(number), number)
             assert publisher.wait(number, 10).staged_everywhere
