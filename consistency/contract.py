@@ -44,12 +44,17 @@ _ONLY_CHOICE: Final[dict[str, str]] = {
     "sampler": "gumbel_keyed_by_seed_and_position",
 }
 
-_POWERS_OF_TWO: Final = (
-    "matmul_chunk_granule",
-    "matmul_max_chunks",
-    "attention_block",
-    "row_lanes",
-)
+# What the kernels are compiled with. A record may name other values, so that a peer's can be read
+# and the difference named; computing under them is refused (see `require_supported`).
+_COMPILED_IN: Final[dict[str, int]] = {
+    "matmul_chunk_granule": 64,
+    "matmul_max_chunks": 8,
+    "attention_block": 64,
+    "row_lanes": 16,
+    "kernels_revision": KERNELS_REVISION,
+}
+
+_POWERS_OF_TWO: Final = tuple(name for name in _COMPILED_IN if name != "kernels_revision")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +90,10 @@ class NumericsContract:
     compute_dtype: str = "bfloat16"
     accumulate_dtype: str = "float32"
     tp_invariant: bool = False
-    matmul_chunk_granule: int = 64
-    matmul_max_chunks: int = 8
-    attention_block: int = 64
-    row_lanes: int = 16
+    matmul_chunk_granule: int = _COMPILED_IN["matmul_chunk_granule"]
+    matmul_max_chunks: int = _COMPILED_IN["matmul_max_chunks"]
+    attention_block: int = _COMPILED_IN["attention_block"]
+    row_lanes: int = _COMPILED_IN["row_lanes"]
     router_dtype: str = "float32"
     router_ties: str = "lowest_index"
     residual: str = "rounded_before_norm"
@@ -130,6 +135,23 @@ class NumericsContract:
             raise InvalidInputError(
                 f"contract kernels_revision is {self.kernels_revision!r}: use a positive integer"
             )
+
+    def require_supported(self) -> None:
+        """Checks that the kernels of this release compute as the record says.
+
+        A record that was read from a peer may name the choices of another release; whoever computes
+        under a record calls this first.
+
+        Raises:
+            UnsupportedError: one line that names every field with a value that is not compiled in.
+        """
+        listed = "; ".join(
+            f"{name} is {getattr(self, name)!r}, the kernels of this release have {value}"
+            for name, value in _COMPILED_IN.items()
+            if getattr(self, name) != value
+        )
+        if listed:
+            raise UnsupportedError(f"contract {listed}: leave these fields at their defaults")
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from consistency.contract import NumericsContract
+from consistency.contract import KERNELS_REVISION, NumericsContract
 from consistency.errors import (
     ConsistencyError,
     ContractMismatchError,
@@ -91,6 +91,35 @@ def test_a_k_that_is_no_length_raises(k):
 def test_a_choice_that_is_not_implemented_is_refused_by_name(field, value, error):
     with pytest.raises(error, match=field):
         NumericsContract(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("matmul_chunk_granule", 128),
+        ("matmul_max_chunks", 4),
+        ("attention_block", 128),
+        ("row_lanes", 8),
+        ("kernels_revision", KERNELS_REVISION + 1),
+    ],
+)
+def test_a_peers_choice_can_be_read_and_compared_but_not_computed_under(field, value):
+    peer = NumericsContract.from_json(NumericsContract(**{field: value}).to_json())
+    assert NumericsContract().difference(peer) == (field,)
+    with pytest.raises(UnsupportedError, match=rf"{field} is {value}, the kernels .* have \d+"):
+        peer.require_supported()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("tp_invariant", [False, True])
+def test_every_contract_of_this_release_can_be_computed_under(dtype, tp_invariant):
+    NumericsContract(compute_dtype=dtype, tp_invariant=tp_invariant).require_supported()
+
+
+def test_the_contract_names_every_field_that_is_not_compiled_in():
+    contract = NumericsContract(attention_block=32, row_lanes=32)
+    with pytest.raises(UnsupportedError, match="attention_block.*row_lanes"):
+        contract.require_supported()
 
 
 def test_difference_names_the_fields_that_differ():

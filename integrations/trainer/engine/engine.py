@@ -54,6 +54,7 @@ class RolloutEngine:
     Raises:
         CheckpointError: the weights do not fit the configuration.
         IntegrationError: a size is not positive, or the dtype contradicts the contract.
+        UnsupportedError: the contract names a choice that the kernels do not have.
     """
 
     def __init__(

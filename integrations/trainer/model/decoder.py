@@ -45,11 +45,16 @@ class Decoder:
         config: shape of the model.
         contract: the numerics contract; its ``tp_invariant`` is applied to every matmul.
         max_positions: size of the rotary table, ``config.max_positions`` unless given.
+
+    Raises:
+        UnsupportedError: the contract names a choice that the kernels do not have.
+        ModelConfigError: the model does not have that many positions.
     """
 
     def __init__(
         self, config: ModelConfig, contract: NumericsContract, *, max_positions: int | None = None
     ) -> None:
+        contract.require_supported()
         self.config = config
         self.contract = contract
         self.max_positions = config.max_positions if max_positions is None else max_positions

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from consistency.contract import NumericsContract
+from consistency.errors import UnsupportedError
 from integrations.errors import CheckpointError, IntegrationError, RequestError
 from integrations.trainer.engine import RolloutEngine
-from integrations.trainer.model import init_random
+from integrations.trainer.model import Decoder, init_random
 from integrations.trainer.trajectory import GenerationRequest
 
 
@@ -74,6 +75,15 @@ def test_weights_that_do_not_fit_are_refused(dense_model):
         RolloutEngine(
             config, NumericsContract(compute_dtype="float32"), dense_model.weights(0), 0, blocks=4
         )
+
+
+@pytest.mark.parametrize(("field", "value"), [("attention_block", 128), ("kernels_revision", 99)])
+def test_a_contract_that_the_kernels_cannot_keep_is_refused(dense_model, field, value):
+    config, contract = dense_model.config, replace(dense_model.contract, **{field: value})
+    with pytest.raises(UnsupportedError, match=f"{field} is {value}"):
+        RolloutEngine(config, contract, dense_model.weights(0), 0, blocks=4)
+    with pytest.raises(UnsupportedError, match=f"{field} is {value}"):
+        Decoder(config, contract)
 
 
 def test_generation_ends_after_a_stop_token_and_keeps_it(dense_model):
