@@ -51,7 +51,7 @@ def rms_norm(
     Order of reduction:
         The squares of a row fold into 16 lanes by index modulo 16, the lanes by a fixed tree; all
         in fp32, one rounding at the end. The sum in the backward folds alike. dweight adds the rows
-        in order inside blocks of 32, and joins the blocks by a binary tree of neighbours.
+        in order inside blocks of 8, and joins the blocks by a binary tree of neighbours.
     """
     require_float("x", x)
     require_float("weight", weight, 1)

@@ -118,7 +118,7 @@ def test_every_contract_of_this_release_can_be_computed_under(dtype, tp_invarian
 
 def test_the_contract_names_every_field_that_is_not_compiled_in():
     contract = NumericsContract(attention_block=32, row_lanes=32)
-    with pytest.raises(UnsupportedError, match="attention_block.*row_lanes"):
+    with pytest.raises(UnsupportedError, match=r"attention_block.*row_lanes"):
         contract.require_supported()
 
 

@@ -2,7 +2,7 @@
 //
 // Order of reduction: a row of width W is folded into 16 lanes by index modulo 16, in order, and
 // the lanes by the fixed tree of simd.hpp. The order depends on W alone. Sums over rows (the
-// gradient of a norm's weight) run in row order inside blocks of 32 rows, and join the blocks
+// gradient of a norm's weight) run in row order inside blocks of 8 rows, and join the blocks
 // by a binary tree of neighbours. Threads own whole rows, or whole columns of such a sum.
 #include <cmath>
 #include <vector>
@@ -13,7 +13,7 @@
 namespace lockstep {
 namespace {
 
-constexpr int64_t kRowsPerBlock = 32;
+constexpr int64_t kRowsPerBlock = 8;
 constexpr int64_t kColumnsPerBlock = 16 * kLanes;
 
 // The scale that rms_norm multiplies by: weight, or 1 + weight when the weight is zero-centred.

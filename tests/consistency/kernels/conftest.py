@@ -47,11 +47,10 @@ def threads() -> Callable[[int], contextlib.AbstractContextManager[None]]:
 
 
 def _error(value: torch.Tensor, exact: torch.Tensor) -> float:
-    scale = exact.abs().max().clamp_min(1e-300)
-    return float((value.double() - exact).abs().max() / scale)
+    return float((value.double() - exact).norm() / exact.norm().clamp_min(1e-300))
 
 
 @pytest.fixture(scope="session")
 def error() -> Callable[[torch.Tensor, torch.Tensor], float]:
-    """error(value, exact): the largest difference from float64, relative to its largest."""
+    """error(value, exact): the norm of the difference from a float64 tensor over its norm."""
     return _error
