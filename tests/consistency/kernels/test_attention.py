@@ -24,9 +24,9 @@ def operands(wide, seed, tokens, head_dim, dtype=torch.float32):
 
 
 def run(q, k, v, starts, grad):
-    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    out = attention_varlen(*leaves, starts, scale=0.125)
-    return out.detach(), *torch.autograd.grad(out, leaves, grad)
+    q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+    out = attention_varlen(q, k, v, starts, scale=0.125)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
 
 def paged(k, v, lengths, block_size, seed):
@@ -49,7 +49,7 @@ def paged(k, v, lengths, block_size, seed):
             for cache, packed in zip(caches, (k, v), strict=True):
                 cache[block, position % block_size] = packed[start + position]
         start += length
-    return *caches, tables
+    return caches[0], caches[1], tables
 
 
 @settings(max_examples=30, deadline=None)
@@ -70,7 +70,8 @@ def test_a_sequence_and_its_gradients_do_not_depend_on_the_batch(
     whole = run(*packed, starts, grad)
     for sequence, length in enumerate(lengths):
         rows = slice(int(starts[sequence]), int(starts[sequence + 1]))
-        alone = run(*(x[rows] for x in packed), starts_of([length]), grad[rows])
+        q, k, v = (x[rows] for x in packed)
+        alone = run(q, k, v, starts_of([length]), grad[rows])
         for got, want in zip(alone, whole, strict=True):
             assert torch.equal(got, want[rows])
 
@@ -148,7 +149,7 @@ def test_outputs_and_gradients_are_those_of_float64(error, dtype, limit):
     )
     ours = run(q, k, v, starts_of(lengths), grad)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    exact = reference(*leaves, lengths, 0.125)
+    exact = reference(leaves[0], leaves[1], leaves[2], lengths, 0.125)
     wanted = (exact, *torch.autograd.grad(exact, leaves, grad.double()))
     for got, want in zip(ours, wanted, strict=True):
         assert error(got, want.detach()) < limit
@@ -165,10 +166,10 @@ def test_threads_and_strides_change_no_bit(wide, threads):
             assert torch.equal(got, want)
     # One tensor that holds q, k and v of a token side by side, as the model has it.
     qkv = torch.cat(packed, dim=1)
-    views = qkv.split([QUERY_HEADS, KEY_HEADS, KEY_HEADS], dim=1)
-    assert torch.equal(attention_varlen(*views, starts, scale=0.125), expected[0])
-    turned = [x.permute(2, 0, 1).contiguous().permute(1, 2, 0) for x in packed]
-    assert torch.equal(attention_varlen(*turned, starts, scale=0.125), expected[0])
+    q, k, v = qkv.split([QUERY_HEADS, KEY_HEADS, KEY_HEADS], dim=1)
+    assert torch.equal(attention_varlen(q, k, v, starts, scale=0.125), expected[0])
+    q, k, v = (x.permute(2, 0, 1).contiguous().permute(1, 2, 0) for x in packed)
+    assert torch.equal(attention_varlen(q, k, v, starts, scale=0.125), expected[0])
 
 
 def test_a_broken_row_does_not_reach_other_sequences_or_earlier_tokens(wide):

@@ -21,8 +21,9 @@ def operands(wide, seed, tokens, dtype=torch.float32, hidden=HIDDEN, inner=INNER
 
 
 def run(x, gate_up, down, weights, ids, grad, tp_invariant=False):
-    leaves = [tensor.detach().requires_grad_() for tensor in (x, gate_up, down, weights)]
-    y = moe_experts(*leaves, ids, tp_invariant=tp_invariant)
+    leaves = tuple(tensor.detach().requires_grad_() for tensor in (x, gate_up, down, weights))
+    x, gate_up, down, weights = leaves
+    y = moe_experts(x, gate_up, down, weights, ids, tp_invariant=tp_invariant)
     return y.detach(), *torch.autograd.grad(y, leaves, grad)
 
 
@@ -103,8 +104,9 @@ def test_threads_and_strides_change_no_bit(wide, threads):
     with threads(2):
         for got, want in zip(run(*arguments, grad), expected, strict=True):
             assert torch.equal(got, want)
-    turned = [tensor.mT.contiguous().mT for tensor in arguments]
-    for got, want in zip(run(*turned, grad.mT.contiguous().mT), expected, strict=True):
+    x, gate_up, down, weights, ids = (tensor.mT.contiguous().mT for tensor in arguments)
+    turned = run(x, gate_up, down, weights, ids, grad.mT.contiguous().mT)
+    for got, want in zip(turned, expected, strict=True):
         assert torch.equal(got, want)
 
 
