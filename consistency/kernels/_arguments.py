@@ -19,7 +19,7 @@ _DTYPE_NAMES = "float32, bfloat16 or float16"
 
 
 def require_float(name: str, tensor: torch.Tensor, dimensions: int | None = None) -> int:
-    """Checks that `tensor` is a CPU tensor of a supported floating dtype; returns its dtype code.
+    """Checks that `tensor` is a tensor of a supported floating dtype; returns its dtype code.
 
     Args:
         name: the argument's name in messages.
@@ -28,11 +28,10 @@ def require_float(name: str, tensor: torch.Tensor, dimensions: int | None = None
 
     Raises:
         InvalidInputError: not a tensor, or a wrong number of dimensions.
-        UnsupportedError: another device or dtype.
+        UnsupportedError: another dtype.
     """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInputError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    require_cpu(name, tensor)
     code = DTYPE_CODES.get(tensor.dtype)
     if code is None:
         raise UnsupportedError(
@@ -52,10 +51,9 @@ def require_integer(
     dimensions: int | None = None,
     dtypes: Sequence[torch.dtype] = (torch.int64,),
 ) -> None:
-    """Checks that `tensor` is a CPU tensor of one of the integer `dtypes`."""
+    """Checks that `tensor` is a tensor of one of the integer `dtypes`."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInputError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    require_cpu(name, tensor)
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise UnsupportedError(f"{name} must be {wanted}, got {tensor.dtype}: convert it")
@@ -79,17 +77,6 @@ def require_indices(name: str, tensor: torch.Tensor, limit: int, meaning: str) -
         raise InvalidInputError(
             f"{name} must lie in [0, {limit}) ({meaning}), got values from {lowest} to {highest}"
         )
-
-
-def require_cpu(name: str, tensor: torch.Tensor) -> None:
-    """Raises unless the tensor is an ordinary dense CPU tensor."""
-    if not tensor.is_cpu:
-        raise UnsupportedError(
-            f"{name} is on {tensor.device}; the CUDA kernels are not part of this release: "
-            "move it to the CPU"
-        )
-    if tensor.layout is not torch.strided:
-        raise UnsupportedError(f"{name} has layout {tensor.layout}: convert it with .to_dense()")
 
 
 def require_shape(name: str, tensor: torch.Tensor, shape: Sequence[int], meaning: str) -> None:
@@ -120,13 +107,18 @@ def main_gradient(weight: torch.Tensor) -> torch.Tensor | None:
     """The fp32 buffer `weight.main_grad` into which a backward accumulates, or None.
 
     Raises:
-        InvalidInputError: the attribute is not an fp32 CPU tensor of the weight's shape.
+        InvalidInputError: the attribute is not an fp32 tensor of the weight's shape and device.
     """
     buffer = getattr(weight, "main_grad", None)
     if buffer is None:
         return None
-    if not isinstance(buffer, torch.Tensor) or buffer.dtype != torch.float32 or not buffer.is_cpu:
+    if (
+        not isinstance(buffer, torch.Tensor)
+        or buffer.dtype != torch.float32
+        or buffer.device != weight.device
+    ):
         kind = f"{buffer.dtype} on {buffer.device}" if isinstance(buffer, torch.Tensor) else buffer
-        raise InvalidInputError(f"weight.main_grad must be a float32 CPU tensor, got {kind}")
+        wanted = "CPU" if weight.is_cpu else str(weight.device)
+        raise InvalidInputError(f"weight.main_grad must be a float32 {wanted} tensor, got {kind}")
     require_shape("weight.main_grad", buffer, weight.shape, "the weight's")
     return buffer

@@ -17,6 +17,7 @@ from consistency.kernels._arguments import (
     require_shape,
 )
 from consistency.kernels._autograd import once_differentiable
+from consistency.kernels._dispatch import one_device
 from consistency.kernels.library import FLOAT, INT32, INT64, POINTER, Kernel, thread_count
 
 # Mirrors kLargestHeadDim in cpu/attention_tile.hpp.
@@ -46,6 +47,7 @@ class _Pages:
     blocks: int
 
 
+@one_device
 def attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, *, scale: float
 ) -> torch.Tensor:
@@ -82,6 +84,7 @@ def attention_varlen(
     return _forward(_rows(q), _rows(k), _rows(v), cu_seqlens, scale, None, None)
 
 
+@one_device
 def attention_paged(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -15,6 +15,7 @@ from consistency.kernels._arguments import (
     require_integer,
 )
 from consistency.kernels._autograd import once_differentiable
+from consistency.kernels._dispatch import one_device
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _gradient = Kernel(
@@ -26,6 +27,7 @@ _gradient = Kernel(
 )
 
 
+@one_device
 def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """y[..., :] = weight[ids[...], :].
 

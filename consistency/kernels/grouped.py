@@ -15,6 +15,7 @@ from consistency.kernels._arguments import (
     require_shape,
 )
 from consistency.kernels._autograd import once_differentiable
+from consistency.kernels._dispatch import one_device
 from consistency.kernels._gemm import (
     ACCUMULATE,
     chunk_count,
@@ -23,6 +24,7 @@ from consistency.kernels._gemm import (
 )
 
 
+@one_device
 def grouped_linear(
     x: torch.Tensor,
     weight: torch.Tensor,

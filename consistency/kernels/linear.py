@@ -14,6 +14,7 @@ from consistency.kernels._arguments import (
     require_shape,
 )
 from consistency.kernels._autograd import once_differentiable
+from consistency.kernels._dispatch import one_device
 from consistency.kernels._gemm import (
     ACCUMULATE,
     chunk_count,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+@one_device
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -77,6 +79,7 @@ def linear(
     return linear_with_chunks(x, weight, bias, out_dtype, chunks=chunks, tp_invariant=tp_invariant)
 
 
+@one_device
 def row_parallel_partial(
     x: torch.Tensor, weight: torch.Tensor, *, chunks: int, tp_invariant: bool = True
 ) -> torch.Tensor:
@@ -111,6 +114,7 @@ def row_parallel_partial(
     )
 
 
+@one_device
 def join_partials(
     partials: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,

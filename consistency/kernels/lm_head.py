@@ -21,6 +21,7 @@ from consistency.kernels._arguments import (
     require_shape,
 )
 from consistency.kernels._autograd import once_differentiable
+from consistency.kernels._dispatch import one_device
 from consistency.kernels._gemm import (
     ACCUMULATE,
     CONTINUE,
@@ -56,6 +57,7 @@ _token_logprob_gradient = Kernel(
 )
 
 
+@one_device
 def lm_head_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """logits[t, v] = sum over k of hidden[t, k] weight[v, k], in fp32.
 
@@ -78,6 +80,7 @@ def lm_head_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return linear_with_chunks(hidden, weight, None, torch.float32, chunks=1, tp_invariant=True)
 
 
+@one_device
 def token_logprob(
     logits: torch.Tensor, targets: torch.Tensor, *, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,6 +120,7 @@ def token_logprob(
     return logprob, entropy
 
 
+@one_device
 def lm_head_logprob(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,9 +9,11 @@ import torch
 from consistency.errors import InvalidInputError
 from consistency.kernels._arguments import output_dtype_code, require_float
 from consistency.kernels._autograd import once_differentiable
+from consistency.kernels._dispatch import one_device
 from consistency.kernels._gemm import chunk_count, multiply
 
 
+@one_device
 def matmul(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -15,6 +15,7 @@ from consistency.kernels._arguments import (
     require_shape,
 )
 from consistency.kernels._autograd import once_differentiable
+from consistency.kernels._dispatch import one_device
 from consistency.kernels.grouped import grouped_linear
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 from consistency.kernels.silu_and_mul import silu_and_mul
@@ -34,6 +35,7 @@ _combine_backward_kernel = Kernel(
 )
 
 
+@one_device
 def moe_experts(
     x: torch.Tensor,
     gate_up: torch.Tensor,

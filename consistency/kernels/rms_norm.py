@@ -13,6 +13,7 @@ from consistency.kernels._arguments import (
     require_float,
 )
 from consistency.kernels._autograd import once_differentiable
+from consistency.kernels._dispatch import one_device
 from consistency.kernels.library import FLOAT, INT32, INT64, POINTER, Kernel, thread_count
 
 _forward_kernel = Kernel(
@@ -27,6 +28,7 @@ _backward_kernel = Kernel(
 )
 
 
+@one_device
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False
 ) -> torch.Tensor:

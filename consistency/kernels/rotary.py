@@ -16,6 +16,7 @@ from consistency.kernels._arguments import (
     require_shape,
 )
 from consistency.kernels._autograd import once_differentiable
+from consistency.kernels._dispatch import one_device
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _rotary_kernel = Kernel(
@@ -50,6 +51,7 @@ def rotary_table(head_dim: int, max_positions: int, theta: float) -> torch.Tenso
     return torch.cat((angles.cos(), angles.sin()), dim=1).to(torch.float32)
 
 
+@one_device
 def rotary(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotates the pairs (x[t, h, i], x[t, h, D / 2 + i]) by the angle of (positions[t], i).
 

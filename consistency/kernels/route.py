@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from consistency.errors import InvalidInputError, UnsupportedError
-from consistency.kernels._arguments import require_cpu, require_float, require_shape
+from consistency.kernels._arguments import require_float, require_shape
 from consistency.kernels._autograd import once_differentiable
+from consistency.kernels._dispatch import one_device
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _forward_kernel = Kernel(
@@ -22,6 +23,7 @@ _backward_kernel = Kernel(
 )
 
 
+@one_device
 def route(
     router_logits: torch.Tensor,
     k: int,
@@ -71,7 +73,6 @@ def route(
 
 
 def _checked_ids(ids: torch.Tensor, tokens: int, k: int) -> torch.Tensor:
-    require_cpu("replay_ids", ids)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UnsupportedError(f"replay_ids must be integers, got {ids.dtype}")
     require_shape("replay_ids", ids, (tokens, k), "tokens, k")

@@ -8,6 +8,7 @@ import torch
 
 from consistency.errors import InvalidInputError, UnsupportedError
 from consistency.kernels._arguments import require_float, require_integer, require_shape
+from consistency.kernels._dispatch import one_device
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _sample_kernel = Kernel(
@@ -17,6 +18,7 @@ _sample_kernel = Kernel(
 _gumbel_kernel = Kernel("lockstep_gumbel", INT64, INT64, INT64, POINTER)
 
 
+@one_device
 def sample(
     logits: torch.Tensor,
     *,

@@ -9,6 +9,7 @@ import torch
 from consistency.errors import InvalidInputError
 from consistency.kernels._arguments import DTYPE_CODES, require_float
 from consistency.kernels._autograd import once_differentiable
+from consistency.kernels._dispatch import one_device
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _forward_kernel = Kernel(
@@ -19,6 +20,7 @@ _backward_kernel = Kernel(
 )
 
 
+@one_device
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """y[..., i] = silu(gate_up[..., i]) * gate_up[..., I + i], silu(x) = x / (1 + exp(-x)).
 

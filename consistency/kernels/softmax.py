@@ -9,6 +9,7 @@ import torch
 from consistency.errors import InvalidInputError
 from consistency.kernels._arguments import DTYPE_CODES, require_float
 from consistency.kernels._autograd import once_differentiable
+from consistency.kernels._dispatch import one_device
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _forward_kernel = Kernel(
@@ -19,6 +20,7 @@ _backward_kernel = Kernel(
 )
 
 
+@one_device
 def softmax(x: torch.Tensor) -> torch.Tensor:
     """y[..., i] = exp(x[..., i] - max(x)) / sum over j of exp(x[..., j] - max(x)).
 
@@ -40,6 +42,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     return _apply(x, logarithm=False)
 
 
+@one_device
 def log_softmax(x: torch.Tensor) -> torch.Tensor:
     """y[..., i] = x[..., i] - max(x) - log(sum over j of exp(x[..., j] - max(x))).
 

@@ -8,6 +8,7 @@ import torch
 
 from consistency.errors import InvalidInputError, UnsupportedError
 from consistency.kernels._arguments import require_float
+from consistency.kernels._dispatch import one_device
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _top_k_kernel = Kernel(
@@ -15,6 +16,7 @@ _top_k_kernel = Kernel(
 )
 
 
+@one_device
 def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest entries of each row in descending order; of equal ones the lowest index first.
 
