@@ -18,6 +18,7 @@ from consistency.errors import (
     UnsupportedError,
 )
 from consistency.metrics import MismatchMetrics, mismatch_metrics
+from consistency.patching import patch, unpatch
 from consistency.routing_replay import RoutingTrace
 
 __all__ = [
@@ -34,5 +35,7 @@ __all__ = [
     "correction",
     "metrics",
     "mismatch_metrics",
+    "patch",
     "routing_replay",
+    "unpatch",
 ]
