@@ -21,7 +21,7 @@ from consistency.errors import ContractMismatchError, InvalidInputError, Unsuppo
 SCHEMA: Final = 1
 """Revision of this record's fields; a new field is a new schema."""
 
-KERNELS_REVISION: Final = 1
+KERNELS_REVISION: Final = 2
 """Raised whenever a kernel changes in a way that may change one bit of its result."""
 
 _COMPUTE_DTYPES: Final[dict[str, torch.dtype]] = {

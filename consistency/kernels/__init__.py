@@ -18,6 +18,7 @@ from consistency.kernels.sampling import gumbel_noise, sample
 from consistency.kernels.silu_and_mul import silu_and_mul
 from consistency.kernels.softmax import log_softmax, softmax
 from consistency.kernels.top_k import top_k
+from consistency.kernels.vocabulary_parallel import join_lm_head_partials, lm_head_partial
 
 __all__ = [
     "attention_paged",
@@ -25,10 +26,12 @@ __all__ = [
     "embedding",
     "grouped_linear",
     "gumbel_noise",
+    "join_lm_head_partials",
     "join_partials",
     "linear",
     "lm_head_logits",
     "lm_head_logprob",
+    "lm_head_partial",
     "log_softmax",
     "matmul",
     "moe_experts",

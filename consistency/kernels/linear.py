@@ -55,11 +55,12 @@ def linear(
         InvalidInputError: shapes that do not fit.
 
     Order of reduction:
-        K is cut into C chunks, a function of K and `tp_invariant` alone. Inside a chunk, fused
-        multiply-adds in fp32 strictly in k; across chunks a binary tree of neighbours in fp32; then
-        the bias in fp32 and one rounding. A row of the result therefore depends on that row of `x`
-        alone, and a column on that row of `weight` alone. In the backward, dx reduces over N by the
-        same rule, dweight and dbias over the rows in order, in one chunk.
+        K is cut into C chunks, a function of K and `tp_invariant` alone; a chunk into blocks of 256
+        steps, a block into chains of 64 fused multiply-adds in k. Chains and blocks are added in
+        order, chunks by a binary tree of neighbours; then the bias, all in fp32, and one rounding.
+        The short chains halve the error of one long chain. A row of the result therefore depends on
+        that row of `x` alone, and a column on that row of `weight` alone. In the backward, dx
+        reduces over N by the same rule, dweight and dbias over the rows in order, in one chunk.
     """
     require_float("x", x)
     require_float("weight", weight, 2)

@@ -34,11 +34,12 @@ from consistency.kernels.library import FLOAT, INT32, INT64, POINTER, Kernel, th
 from consistency.kernels.linear import linear_with_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 # Elements of the fp32 scratch tile in which logits live for a moment: 32 MiB.
 _TILE_ELEMENTS = 1 << 23
-_FEWEST_COLUMNS = 64
+# A slice of the vocabulary is whole blocks of the reduction over it (see cpu/gemm.hpp).
+_SLICE_GRANULE = 256
 
 _token_logprob = Kernel(
     "lockstep_token_logprob",
@@ -76,7 +77,7 @@ def lm_head_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         That of `linear` with one chunk. In the backward, dhidden reduces over V in the parts of
         `token_logprob`, so that vocabulary-parallel ranks compute subtrees.
     """
-    _require_head(hidden, weight)
+    require_head(hidden, weight)
     return linear_with_chunks(hidden, weight, None, torch.float32, chunks=1, tp_invariant=True)
 
 
@@ -102,10 +103,12 @@ def token_logprob(
             that is not finite and positive.
 
     Order of reduction:
-        The maximum is exact. The sums follow a tree that depends on V alone: V is cut into the
-        largest power of two P <= 8 parts with V % (64 P) == 0 (else one), a part into segments of
-        1024 columns, a segment into 16 lanes; binary trees join lanes, segments and parts. The
-        logarithm and the last subtraction are done in double and rounded once.
+        A tree that depends on V alone: V is cut into the largest power of two P <= 8 parts with
+        V % (64 P) == 0 (else one), a part into segments of 1024 columns, a segment into 16 lanes.
+        Each part has its own maximum; binary trees join lanes, segments and parts, and a join of
+        parts shifts both to the larger maximum, so that vocabulary-parallel ranks compute subtrees
+        (`lm_head_partial`). The logarithm and the last subtraction are done in double and rounded
+        once.
     """
     require_float("logits", logits, 2)
     if logits.dtype != torch.float32:
@@ -145,7 +148,7 @@ def lm_head_logprob(
         Those of `lm_head_logits` and `token_logprob`, forward and backward, whatever the size of
         the scratch tile: dhidden reduces over V in parts, dweight over the tokens in order.
     """
-    _require_head(hidden, weight)
+    require_head(hidden, weight)
     temperature = _require_targets(targets, hidden.shape[0], weight.shape[0], temperature)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LmHeadLogprob.apply(hidden, weight, targets, temperature)
@@ -153,7 +156,7 @@ def lm_head_logprob(
     return logprob, entropy
 
 
-def _require_head(hidden: torch.Tensor, weight: torch.Tensor) -> None:
+def require_head(hidden: torch.Tensor, weight: torch.Tensor) -> None:
     require_float("hidden", hidden, 2)
     require_float("weight", weight, 2)
     if hidden.shape[1] != weight.shape[1]:
@@ -207,16 +210,23 @@ def _forward_in_blocks(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, ...]:
     """What `_forward` returns, for logits that exist one block of rows at a time."""
-    rows, vocabulary = hidden.shape[0], weight.shape[0]
-    block = min(rows, max(1, _TILE_ELEMENTS // max(1, vocabulary)))
-    tile = torch.empty((block, vocabulary), dtype=torch.float32)
-    results = torch.empty((4, rows), dtype=torch.float32).unbind()
-    for start in range(0, rows, max(1, block)):
-        stop = min(start + block, rows)
-        logits = multiply_weight(hidden[start:stop], weight, tile[: stop - start])
+    results = torch.empty((4, hidden.shape[0]), dtype=torch.float32).unbind()
+    for start, stop, logits in blocks_of_logits(hidden, weight):
         part = tuple(result[start:stop] for result in results)
         _rows(logits, targets[start:stop], temperature, part)
     return results
+
+
+def blocks_of_logits(
+    hidden: torch.Tensor, weight: torch.Tensor
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(start, stop, logits of these rows) in one scratch tile that each step overwrites."""
+    rows, vocabulary = hidden.shape[0], weight.shape[0]
+    block = min(rows, max(1, _TILE_ELEMENTS // max(1, vocabulary)))
+    tile = torch.empty((block, vocabulary), dtype=torch.float32)
+    for start in range(0, rows, max(1, block)):
+        stop = min(start + block, rows)
+        yield start, stop, multiply_weight(hidden[start:stop], weight, tile[: stop - start])
 
 
 def _gradient(
@@ -241,7 +251,7 @@ def _gradient(
     return logits
 
 
-def _statistics(
+def gradient_statistics(
     saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """(maximum, weight, entropy, grad_logprob, grad_entropy), each [T] float32."""
@@ -264,7 +274,7 @@ class _TokenLogprob(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         logits, targets, *saved = ctx.saved_tensors
         grad = logits.clone(memory_format=torch.contiguous_format)
-        statistics = _statistics(saved, grads)
+        statistics = gradient_statistics(saved, grads)
         return _gradient(grad, 0, targets, ctx.temperature, statistics), None, None
 
 
@@ -289,47 +299,59 @@ class _LmHeadLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         hidden, weight, targets, *saved = ctx.saved_tensors
-        statistics = _statistics(saved, grads)
+        statistics = gradient_statistics(saved, grads)
         buffer = main_gradient(ctx.weight)
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = buffer if buffer is not None else weight.new_empty(weight.shape)
-        grad_hidden = _backward_in_slices(
-            hidden, weight, targets, ctx.temperature, statistics, grad_weight, buffer is not None
+        grad_hidden = backward_in_slices(
+            hidden,
+            weight,
+            targets,
+            ctx.temperature,
+            statistics,
+            grad_weight,
+            accumulate=buffer is not None,
+            parts=chunk_count(weight.shape[0], tp_invariant=True),
         )
         returned = None if buffer is not None else grad_weight
         return grad_hidden.to(hidden.dtype), returned, None, None
 
 
-def _backward_in_slices(
+def backward_in_slices(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,
     statistics: tuple[torch.Tensor, ...],
     grad_weight: torch.Tensor | None,
+    *,
     accumulate: bool,
+    parts: int,
+    first: int = 0,
 ) -> torch.Tensor:
     """Walks over the vocabulary; fills `grad_weight` and returns dhidden in fp32.
 
-    A slice of the vocabulary holds all tokens, so the gradient of its weight rows is complete and
-    is written once, while the chains of dhidden are carried from slice to slice.
+    `weight` holds the columns from `first` on, in `parts` parts. A slice of them holds all tokens,
+    so the gradient of its weight rows is complete and is written once, while the sums of dhidden
+    are carried from slice to slice.
     """
     rows, vocabulary = hidden.shape[0], weight.shape[0]
-    parts = chunk_count(vocabulary, tp_invariant=True)
     part_width = vocabulary // parts
-    width = min(part_width, max(_FEWEST_COLUMNS, _TILE_ELEMENTS // max(1, rows)))
+    slices = max(1, _TILE_ELEMENTS // max(1, rows) // _SLICE_GRANULE)
+    width = min(part_width, slices * _SLICE_GRANULE)
     tile = torch.empty(rows * width, dtype=torch.float32)
     finished: list[torch.Tensor] = []
     for part in range(parts):
+        begin, end = part * part_width, (part + 1) * part_width
         total = torch.zeros(hidden.shape, dtype=torch.float32)
-        for start in range(part * part_width, (part + 1) * part_width, max(1, width)):
-            stop = min(start + width, (part + 1) * part_width)
+        for start in range(begin, end, max(1, width)):
+            stop = min(start + width, end)
             rows_of_weight = weight[start:stop]
             logits = tile[: rows * (stop - start)].view(rows, stop - start)
             multiply_weight(hidden, rows_of_weight, logits)
-            grad = _gradient(logits, start, targets, temperature, statistics)
-            multiply(grad, rows_of_weight, total, mode=CONTINUE)
+            grad = _gradient(logits, first + start, targets, temperature, statistics)
+            multiply(grad, rows_of_weight, total, mode=WRITE if start == begin else CONTINUE)
             if grad_weight is not None:
                 mode = ACCUMULATE if accumulate else WRITE
                 multiply(grad.t(), hidden, grad_weight[start:stop], mode=mode)

@@ -46,8 +46,8 @@ void pack_operand(const Operand& operand, int64_t row, int64_t column, int64_t r
        columns, out, ld);
 }
 
-// Continues the chains of partial[rows][ld] for columns [column, column + columns) of the product
-// over k in [begin, end); starts them when `fresh`.
+// partial[rows][ld] = columns [column, column + columns) of the product over k in [begin, end), added
+// to what is there unless `fresh`.
 void packed_tile(const Product& product, int64_t row, int64_t rows, int64_t column, int64_t columns,
                  int64_t begin, int64_t end, bool fresh, float* partial, int64_t ld, float* a,
                  float* b) {
@@ -105,7 +105,7 @@ void streamed_tile(const Product& product, int64_t rows, int64_t column, int64_t
         for (int64_t c = 0; c < columns; c += 8 * kGroups)
           stream_columns<kRows, kType>(a, kStreamStride, b + c * stride, stride,
                                        std::min(kGroups, (columns - c) / 8), depth,
-                                       sums + c * kRows);
+                                       sums + c * kRows, fresh && k == begin);
       });
     });
   }

@@ -1,9 +1,10 @@
 // Matrix products: C = A B + bias, from any strides and element types.
 //
-// Order of reduction. K is cut into `chunks` equal parts. Inside a part, one element of C is a
-// chain of fused multiply-adds strictly in k, from +0, in fp32. The parts are joined by a binary
-// tree of neighbours, the bias is added, and the result is rounded once. Nothing else enters: not
-// M, N, tiles, threads, strides or the instruction set.
+// Order of reduction. K is cut into `chunks` equal parts, a part into blocks of 256 steps, a block
+// into chains of 64. A chain is fused multiply-adds strictly in k, from +0, in fp32. The chains of a
+// block are added in order, the blocks of a part in order, the parts by a binary tree of neighbours;
+// then the bias is added and the result is rounded once. Nothing else enters: not M, N, tiles,
+// threads, strides or the instruction set.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +32,8 @@ struct Result {
 enum Mode : int32_t {
   kWrite = 0,       // C = product
   kAccumulate = 1,  // C = C + product, one addition in fp32; an empty product leaves C alone
-  kContinue = 2,    // the chain of each element starts from C instead of +0; one chunk, fp32
+  kContinue = 2,    // the blocks are added to C, in order; one chunk, fp32. Products over pieces of K
+                    // whose lengths are multiples of 256, the first with kWrite, are the whole.
 };
 
 struct Product {

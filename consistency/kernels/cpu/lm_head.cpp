@@ -5,9 +5,11 @@
 //
 // Order of reduction, a function of the vocabulary's width V alone. V is cut into P equal parts,
 // the largest power of two P <= 8 with V % (64 P) == 0, else 1; a part into segments of 1024 columns.
-// A segment is folded into 16 lanes by index modulo 16, in order, and the lanes by the tree of
-// simd.hpp. Segments of a part are joined by the binary tree whose left side is the largest power
-// of two, parts by the same tree. A vocabulary-parallel rank with P / R parts computes a subtree.
+// A part has its own maximum. A segment is folded into 16 lanes by index modulo 16, in order, and
+// the lanes by the tree of simd.hpp. Segments of a part are joined by the binary tree whose left
+// side is the largest power of two. Parts are joined by a binary tree of neighbours, each join
+// shifting both sides to the larger maximum. A vocabulary-parallel rank with P / R parts therefore
+// computes a subtree, and nothing has to be known of the other ranks.
 #include <algorithm>
 #include <cmath>
 
@@ -83,27 +85,71 @@ float maximum_of(const float* row, int64_t width, F16 temperature) {
   return max(best);
 }
 
-Sums sums_of(const float* row, int64_t width, F16 temperature, float maximum) {
-  const F16 shift = set1(maximum), floor = set1(kFloor);
-  const int64_t parts = parts_of(width), part_width = width / parts;
-  Tree whole;
-  for (int64_t part = 0; part < parts; ++part) {
-    const int64_t part_end = (part + 1) * part_width;
-    Tree segments;
-    for (int64_t start = part * part_width; start < part_end; start += kSegment) {
-      const int64_t end = std::min(start + kSegment, part_end);
-      F16 weight = zero(), moment = zero();
-      for (int64_t i = start; i < end; i += kLanes) {
-        const F16 d = sub(scaled(row, i, end, temperature), shift);
-        const F16 e = exp(d);
-        weight = add(weight, e);
-        moment = fma(e, max(d, floor), moment);
-      }
-      segments.push({sum(weight), sum(moment)});
+// What is known of some columns of a row: m, S and sum exp(d) d, and z of the target (-inf where it
+// is not among the columns).
+struct Statistics {
+  float maximum, weight, moment, chosen;
+};
+
+// Sums shifted from maximum `from` to the larger `to`. A side that holds nothing but -inf has no
+// weight, and the floor keeps it so.
+Sums shifted(const Statistics& s, float to) {
+  if (s.maximum == to || to == kMinusInfinity) return {s.weight, s.moment};
+  const float distance = s.maximum - to;
+  const float factor = exp(distance);
+  const float moment = __builtin_fmaf(s.weight, std::max(distance, kFloor), s.moment);
+  return {s.weight * factor, moment * factor};
+}
+
+Statistics joined(const Statistics& a, const Statistics& b) {
+  const float maximum = a.maximum > b.maximum ? a.maximum : b.maximum;
+  const Sums sums = shifted(a, maximum) + shifted(b, maximum);
+  return {maximum, sums.weight, sums.moment, a.chosen > b.chosen ? a.chosen : b.chosen};
+}
+
+Statistics part_of(const float* row, int64_t width, F16 temperature) {
+  const float maximum = maximum_of(row, width, temperature);
+  const F16 shift = set1(maximum == kMinusInfinity ? 0.0f : maximum), floor = set1(kFloor);
+  Tree segments;
+  for (int64_t start = 0; start < width; start += kSegment) {
+    const int64_t end = std::min(start + kSegment, width);
+    F16 weight = zero(), moment = zero();
+    for (int64_t i = start; i < end; i += kLanes) {
+      const F16 d = sub(scaled(row, i, end, temperature), shift);
+      const F16 e = exp(d);
+      weight = add(weight, e);
+      moment = fma(e, max(d, floor), moment);
     }
-    whole.push(segments.total());
+    segments.push({sum(weight), sum(moment)});
   }
-  return whole.total();
+  const Sums sums = segments.total();
+  return {maximum, sums.weight, sums.moment, kMinusInfinity};
+}
+
+// Joins 2^n items by a binary tree of neighbours; item(i) yields them.
+template <typename Item>
+Statistics tree(int64_t begin, int64_t count, Item&& item) {
+  if (count == 1) return item(begin);
+  const Statistics left = tree(begin, count / 2, item);
+  return joined(left, tree(begin + count / 2, count / 2, item));
+}
+
+// Columns [0, width) in `parts` parts; target may lie outside.
+Statistics statistics_of(const float* row, int64_t width, int64_t parts, int64_t target,
+                         float temperature) {
+  const F16 divisor = set1(temperature);
+  const int64_t part_width = width / parts;
+  Statistics s = tree(0, parts, [&](int64_t part) {
+    return part_of(row + part * part_width, part_width, divisor);
+  });
+  if (0 <= target && target < width) s.chosen = row[target] / temperature;
+  return s;
+}
+
+void finish(const Statistics& s, int64_t r, float* logprob, float* entropy) {
+  const double log_weight = natural_log(s.weight);
+  logprob[r] = static_cast<float>(static_cast<double>(s.chosen) - s.maximum - log_weight);
+  entropy[r] = static_cast<float>(log_weight - static_cast<double>(s.moment) / s.weight);
 }
 
 // g_logprob (onehot - p) - g_entropy p (log p + entropy), over the temperature, in place.
@@ -141,23 +187,50 @@ LOCKSTEP_API int32_t lockstep_token_logprob(const float* logits, int64_t row_str
                                             float temperature, float* logprob, float* entropy,
                                             float* maximum, float* weight, int32_t threads) {
   using namespace lockstep;
-  const int team = team_size(threads, rows * width);
-#pragma omp parallel num_threads(team) if (team > 1)
-  {
-    const IeeeMode mode;
-#pragma omp for schedule(dynamic)
-    for (int64_t r = 0; r < rows; ++r) {
-      const float* row = logits + r * row_stride;
-      const F16 divisor = set1(temperature);
-      const float m = maximum_of(row, width, divisor);
-      const Sums sums = sums_of(row, width, divisor, m);
-      const double log_weight = natural_log(sums.weight);
-      const double chosen = static_cast<double>(row[targets[r]] / temperature) - m;
-      logprob[r] = static_cast<float>(chosen - log_weight);
-      entropy[r] = static_cast<float>(log_weight - static_cast<double>(sums.moment) / sums.weight);
-      maximum[r] = m;
-      weight[r] = sums.weight;
-    }
+  const int64_t parts = parts_of(width);
+  parallel_items(team_size(threads, rows * width), rows, [&](int64_t r, int) {
+    const Statistics s =
+        statistics_of(logits + r * row_stride, width, parts, targets[r], temperature);
+    finish(s, r, logprob, entropy);
+    maximum[r] = s.maximum;
+    weight[r] = s.weight;
+  });
+  return 0;
+}
+
+// Columns [first, first + width) of a vocabulary, in `parts` parts. out [4, out_rows]: m, S,
+// sum exp(d) d and z of the target, from row 0 on.
+LOCKSTEP_API int32_t lockstep_token_logprob_partial(const float* logits, int64_t row_stride,
+                                                    int64_t rows, int64_t first, int64_t width,
+                                                    int64_t parts, const int64_t* targets,
+                                                    float temperature, float* out,
+                                                    int64_t out_rows, int32_t threads) {
+  using namespace lockstep;
+  parallel_items(team_size(threads, rows * width), rows, [&](int64_t r, int) {
+    const Statistics s =
+        statistics_of(logits + r * row_stride, width, parts, targets[r] - first, temperature);
+    out[r] = s.maximum;
+    out[out_rows + r] = s.weight;
+    out[2 * out_rows + r] = s.moment;
+    out[3 * out_rows + r] = s.chosen;
+  });
+  return 0;
+}
+
+// partials [ranks, 4, rows], ranks a power of two, joined in rank order.
+LOCKSTEP_API int32_t lockstep_token_logprob_join(const float* partials, int64_t ranks, int64_t rows,
+                                                 float* logprob, float* entropy, float* maximum,
+                                                 float* weight) {
+  using namespace lockstep;
+  const IeeeMode mode;
+  for (int64_t r = 0; r < rows; ++r) {
+    const Statistics s = tree(0, ranks, [&](int64_t rank) -> Statistics {
+      const float* p = partials + rank * 4 * rows + r;
+      return {p[0], p[rows], p[2 * rows], p[3 * rows]};
+    });
+    finish(s, r, logprob, entropy);
+    maximum[r] = s.maximum;
+    weight[r] = s.weight;
   }
   return 0;
 }
@@ -168,14 +241,9 @@ LOCKSTEP_API int32_t lockstep_token_logprob_gradient(
     const int64_t* targets, float temperature, const float* maximum, const float* weight,
     const float* entropy, const float* grad_logprob, const float* grad_entropy, int32_t threads) {
   using namespace lockstep;
-  const int team = team_size(threads, rows * width);
-#pragma omp parallel num_threads(team) if (team > 1)
-  {
-    const IeeeMode mode;
-#pragma omp for schedule(dynamic)
-    for (int64_t r = 0; r < rows; ++r)
-      gradient_row(logits + r * row_stride, width, targets[r] - first, temperature, maximum[r],
-                   weight[r], entropy[r], grad_logprob[r], grad_entropy[r]);
-  }
+  parallel_items(team_size(threads, rows * width), rows, [&](int64_t r, int) {
+    gradient_row(logits + r * row_stride, width, targets[r] - first, temperature, maximum[r],
+                 weight[r], entropy[r], grad_logprob[r], grad_entropy[r]);
+  });
   return 0;
 }

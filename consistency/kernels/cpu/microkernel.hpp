@@ -6,8 +6,10 @@
 
 namespace lockstep {
 
-// The depth of a packed block. Partial sums are stored and reloaded as fp32 between blocks, which
-// changes no bit.
+// A block of 256 steps in k is four chains of 64 fused multiply-adds, each from +0, added in order;
+// blocks are added in order too. Short chains keep the error of a long reduction near that of a
+// tree, and several of them hide the latency of one.
+constexpr int64_t kChain = 64;
 constexpr int64_t kDepth = 256;
 
 // Between rows of a packed block of A: off a power of two, so that rows spread over cache sets.
@@ -28,33 +30,47 @@ constexpr int kTileRows = 6;
 constexpr int kTilePanels = 1;
 #endif
 
-// partial[row * ld + 16 p + lane] continues (or starts, when `first`) its chain over `depth` steps.
-// a is a packed block of rows kRowStride apart, b holds kPanels packed panels.
+// partial[row * ld + 16 p + lane] = the block's sum, added to what is there unless `first`. a is a
+// packed block of rows kRowStride apart, b holds kPanels packed panels; 0 < depth <= kDepth.
 template <int kRows, int kPanels>
 inline void tile(const float* a, const float* b, int64_t depth, float* partial, int64_t ld,
                  bool first) {
-  F16 sums[kRows][kPanels];
+  alignas(64) float block[kRows * kPanels * kLanes];
+  for (int64_t begin = 0; begin < depth; begin += kChain) {
+    const int64_t end = std::min(begin + kChain, depth);
+    F16 sums[kRows][kPanels];
 #pragma GCC unroll 12
-  for (int row = 0; row < kRows; ++row)
+    for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 2
-    for (int p = 0; p < kPanels; ++p)
-      sums[row][p] = first ? zero() : load(partial + row * ld + p * kLanes);
+      for (int p = 0; p < kPanels; ++p) sums[row][p] = zero();
 #pragma GCC unroll 4
-  for (int64_t k = 0; k < depth; ++k) {
-    F16 columns[kPanels];
+    for (int64_t k = begin; k < end; ++k) {
+      F16 columns[kPanels];
 #pragma GCC unroll 2
-    for (int p = 0; p < kPanels; ++p) columns[p] = load(b + p * kPanel + k * kLanes);
+      for (int p = 0; p < kPanels; ++p) columns[p] = load(b + p * kPanel + k * kLanes);
 #pragma GCC unroll 12
-    for (int row = 0; row < kRows; ++row) {
-      const F16 value = set1(a[row * kRowStride + k]);
+      for (int row = 0; row < kRows; ++row) {
+        const F16 value = set1(a[row * kRowStride + k]);
 #pragma GCC unroll 2
-      for (int p = 0; p < kPanels; ++p) sums[row][p] = fma(value, columns[p], sums[row][p]);
+        for (int p = 0; p < kPanels; ++p) sums[row][p] = fma(value, columns[p], sums[row][p]);
+      }
     }
-  }
+    const bool last = end == depth;
 #pragma GCC unroll 12
-  for (int row = 0; row < kRows; ++row)
+    for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 2
-    for (int p = 0; p < kPanels; ++p) store(partial + row * ld + p * kLanes, sums[row][p]);
+      for (int p = 0; p < kPanels; ++p) {
+        float* place = block + (row * kPanels + p) * kLanes;
+        F16 sum = sums[row][p];
+        if (begin > 0) sum = add(load(place), sum);
+        if (!last) {
+          store(place, sum);
+          continue;
+        }
+        float* total = partial + row * ld + p * kLanes;
+        store(total, first ? sum : add(load(total), sum));
+      }
+  }
 }
 
 // All `rows` of a packed block against kPanels panels.
@@ -71,58 +87,81 @@ inline void tile_rows(int64_t rows, const float* a, const float* b, int64_t dept
 // The most rows of A that `stream` takes.
 constexpr int kStreamRows = 8;
 
-// A few rows of A (fp32, lda apart) against eight columns of B that are contiguous in k and that
-// are transposed in registers, never written back: memory traffic is the weight, once.
-// sums[row * 8 + lane] continues its chain over `depth` steps.
-template <int kRows, DType kType>
-inline void stream(const float* a, int64_t lda, const Element<kType>* b, int64_t stride,
-                   float* sums) {
-  __m256 lanes[kRows];
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row) lanes[row] = _mm256_loadu_ps(sums + row * 8);
-  transpose_rows<kType>(b, stride, [&](int k, __m256 columns) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row)
-      lanes[row] = _mm256_fmadd_ps(_mm256_broadcast_ss(a + row * lda + k), columns, lanes[row]);
-  });
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row) _mm256_storeu_ps(sums + row * 8, lanes[row]);
-}
+// Groups of eight columns of B whose chains run side by side: enough of them to hide the latency of
+// a multiply-add, few enough to stay in registers.
+template <int kRows>
+constexpr int kLive = kRows <= 2 ? 4 : kRows <= 4 ? 2 : 1;
 
 // Groups of eight columns that are walked together.
 constexpr int64_t kGroups = 4;
 
-// Steps in k per visit: a cache line of every column, so that no line has to survive in a small
-// cache until the next visit.
-template <DType kType>
-constexpr int64_t kVisit = 64 / sizeof(Element<kType>);
+// A few rows of A (fp32, lda apart) against 8 kCount columns of B that are contiguous in k and that
+// are transposed in registers, never written back: memory traffic is the weight, once.
+// chains[(group * kRows + row) * 8 + lane] = one chain over `depth` <= kChain steps.
+template <int kRows, int kCount, DType kType>
+inline void stream_chains(const float* a, int64_t lda, const Element<kType>* b, int64_t stride,
+                          int64_t depth, float* chains) {
+  constexpr int64_t kStep = kTransposeStep<kType>;
+  __m256 lanes[kCount][kRows];
+#pragma GCC unroll 4
+  for (int group = 0; group < kCount; ++group)
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) lanes[group][row] = _mm256_setzero_ps();
+  int64_t k = 0;
+  for (; k + kStep <= depth; k += kStep) {
+#pragma GCC unroll 4
+    for (int group = 0; group < kCount; ++group)
+      transpose_rows<kType>(b + group * 8 * stride + k, stride,
+                            [&](int step, __m256 columns) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+                              for (int row = 0; row < kRows; ++row)
+                                lanes[group][row] =
+                                    _mm256_fmadd_ps(_mm256_broadcast_ss(a + row * lda + k + step),
+                                                    columns, lanes[group][row]);
+                            });
+  }
+#pragma GCC unroll 4
+  for (int group = 0; group < kCount; ++group)
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row)
+      _mm256_storeu_ps(chains + (group * kRows + row) * 8, lanes[group][row]);
+  for (; k < depth; ++k)
+    for (int64_t column = 0; column < kCount * 8; ++column) {
+      const float value = widen<kType>(b[column * stride + k]);
+      for (int row = 0; row < kRows; ++row) {
+        float& chain = chains[(column / 8 * kRows + row) * 8 + column % 8];
+        chain = __builtin_fmaf(a[row * lda + k], value, chain);
+      }
+    }
+}
 
-// `groups` <= kGroups groups of eight columns over `depth` steps;
-// sums[(group * kRows + row) * 8 + lane].
+// sums[(group * kRows + row) * 8 + lane] = `depth` steps for `groups` <= kGroups groups, added to
+// what is there unless `first`.
 template <int kRows, DType kType>
 inline void stream_columns(const float* a, int64_t lda, const Element<kType>* b, int64_t stride,
-                           int64_t groups, int64_t depth, float* sums) {
-  constexpr int64_t kStep = kTransposeStep<kType>;
-  const int64_t whole = depth / kStep * kStep;
-  for (int64_t k = 0; k < whole; k += kVisit<kType>) {
+                           int64_t groups, int64_t depth, float* sums, bool first) {
+  constexpr int64_t kLine = 64 / sizeof(Element<kType>);
+  alignas(64) float chains[kGroups * kRows * 8], block[kGroups * kRows * 8];
+  const int64_t size = groups * kRows * 8;
+  for (int64_t k = 0; k < depth; k += kChain) {
+    const int64_t steps = std::min(kChain, depth - k);
     // The same place of the next columns: far enough ahead for memory, near enough for L2.
     for (int64_t column = groups * 8; column < groups * 16; ++column)
-      __builtin_prefetch(b + column * stride + k, 0, 2);
-    const int64_t end = std::min(k + kVisit<kType>, whole);
-    for (int64_t group = 0; group < groups; ++group)
-      for (int64_t step = k; step < end; step += kStep)
-        stream<kRows, kType>(a + step, lda, b + group * 8 * stride + step, stride,
-                             sums + group * kRows * 8);
+      for (int64_t line = 0; line < steps; line += kLine)
+        __builtin_prefetch(b + column * stride + k + line, 0, 2);
+    int64_t group = 0;
+    for (; group + kLive<kRows> <= groups; group += kLive<kRows>)
+      stream_chains<kRows, kLive<kRows>, kType>(a + k, lda, b + group * 8 * stride + k, stride,
+                                                steps, chains + group * kRows * 8);
+    for (; group < groups; ++group)
+      stream_chains<kRows, 1, kType>(a + k, lda, b + group * 8 * stride + k, stride, steps,
+                                     chains + group * kRows * 8);
+    if (k % kDepth == 0) std::copy_n(chains, size, block);
+    else for (int64_t i = 0; i < size; ++i) block[i] += chains[i];
+    if ((k + kChain) % kDepth != 0 && k + kChain < depth) continue;
+    if (first && k < kDepth) std::copy_n(block, size, sums);
+    else for (int64_t i = 0; i < size; ++i) sums[i] += block[i];
   }
-  for (int64_t group = 0; group < groups; ++group)
-    for (int64_t tail = whole; tail < depth; ++tail)
-      for (int lane = 0; lane < 8; ++lane) {
-        const float value = widen<kType>(b[(group * 8 + lane) * stride + tail]);
-        for (int row = 0; row < kRows; ++row) {
-          float& sum = sums[(group * kRows + row) * 8 + lane];
-          sum = __builtin_fmaf(a[row * lda + tail], value, sum);
-        }
-      }
 }
 #endif
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from fractions import Fraction
 
 import pytest
@@ -28,16 +29,22 @@ def by_hand(x, weight, bias, chunks):
     """One element by the order that the documentation states, in exact arithmetic plus rounding."""
     partials = []
     for part_x, part_w in zip(x.chunk(chunks), weight.chunk(chunks), strict=True):
-        total = Fraction(0)
-        for a, b in zip(part_x.tolist(), part_w.tolist(), strict=True):
-            total = rounded(Fraction(a) * Fraction(b) + total)
-        partials.append(total)
+        blocks = []
+        for block_x, block_w in zip(part_x.split(256), part_w.split(256), strict=True):
+            chains = []
+            for chain_x, chain_w in zip(block_x.split(64), block_w.split(64), strict=True):
+                chain = Fraction(0)
+                for a, b in zip(chain_x.tolist(), chain_w.tolist(), strict=True):
+                    chain = rounded(Fraction(a) * Fraction(b) + chain)
+                chains.append(chain)
+            blocks.append(functools.reduce(lambda a, b: rounded(a + b), chains))
+        partials.append(functools.reduce(lambda a, b: rounded(a + b), blocks))
     while len(partials) > 1:
         partials = [rounded(a + b) for a, b in zip(partials[::2], partials[1::2], strict=True)]
     return float(rounded(partials[0] + Fraction(bias)))
 
 
-@pytest.mark.parametrize(("width", "chunks"), [(37, 1), (128, 2), (256, 4), (512, 8), (320, 1)])
+@pytest.mark.parametrize(("width", "chunks"), [(37, 1), (128, 2), (256, 4), (512, 8), (1001, 1)])
 @pytest.mark.parametrize("rows", [1, 9])
 def test_the_order_of_reduction_is_the_documented_one(wide, width, chunks, rows):
     x, weight, bias = wide(0, rows, width), wide(1, 17, width), wide(2, 17)
@@ -173,19 +180,17 @@ def test_row_parallel_ranks_agree_with_the_whole(wide, ranks):
     assert torch.equal(torch.cat(grads_weight, 1), grad_weight)
 
 
+@pytest.mark.parametrize("width", [576, 1536, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT])
-def test_the_error_is_that_of_torch_up_to_the_single_chain(dtype):
+def test_the_error_is_no_larger_than_that_of_torch(dtype, width):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 1536, generator=generator).to(dtype)
-    weight = (torch.randn(300, 1536, generator=generator) / 40).to(dtype)
+    x = torch.randn(64, width, generator=generator).to(dtype)
+    weight = (torch.randn(300, width, generator=generator) / 40).to(dtype)
     exact = x.double() @ weight.double().t()
     ours = (linear(x, weight).double() - exact).square().mean().sqrt()
     torchs = (torch.nn.functional.linear(x, weight).double() - exact).square().mean().sqrt()
-    if dtype == BFLOAT:  # the rounding of the result dominates
-        assert ours <= torchs * 1.01
-    else:  # one chain of 1536 steps against torch's several shorter ones
-        assert ours <= torchs * 4
-        assert ours <= exact.std() * 1e-6
+    # In bfloat16 the rounding of the result is all there is.
+    assert ours <= torchs * (1.01 if dtype == BFLOAT else 1.0)
 
 
 @settings(max_examples=15, deadline=None)
