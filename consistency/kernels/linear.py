@@ -226,12 +226,14 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = accumulate_or_return(ctx.weight, grad_rows.t(), rows)
         if ctx.needs_input_grad[2]:
-            ones = torch.ones(1, dtype=torch.float32).expand(1, grad_rows.shape[0])
-            grad_bias = _bias_gradient(ctx.bias, ones, grad_rows)
+            grad_bias = bias_gradient(ctx.bias, grad_rows)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _bias_gradient(bias: torch.Tensor, ones: torch.Tensor, grad_rows: torch.Tensor) -> Any:
+def bias_gradient(bias: torch.Tensor, grad_rows: torch.Tensor) -> Any:
+    """The column sums of grad_rows [T, N]: added to `bias.main_grad`, or returned."""
+    one = torch.ones(1, dtype=torch.float32, device=grad_rows.device)
+    ones = one.expand(1, grad_rows.shape[0])
     buffer = main_gradient(bias)
     if buffer is not None:
         multiply(ones, grad_rows, buffer.unsqueeze(0), mode=ACCUMULATE)
