@@ -62,3 +62,7 @@ class ClosedError(WeightPlaneError, RuntimeError):
 
 class StagingMemoryError(WeightPlaneError, RuntimeError):
     """The subscriber's process cannot get memory for another staging buffer."""
+
+
+class PlanError(WeightPlaneError, ValueError):
+    """No plan leads from one layout to the other; the message names the tensor or slice."""

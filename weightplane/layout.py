@@ -1,15 +1,14 @@
 """Who holds which slice of which tensor, and where in its flat buffer.
 
 A `TensorSpec` names a tensor as the model knows it. A `Shard` is a box of that tensor, together
-with the place of its bytes in the holder's flat buffer. A `Layout` is everything one holder has. In
-this release every shard is a whole tensor; boxes are described all the same, because planning
-between different layouts needs nothing else.
+with the place of its bytes in the holder's flat buffer. A `Layout` is everything one holder has,
+packed without fusing anything. Many ranks, fused and strided storage, padding and ties are what
+`weightplane.cluster_layout` describes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,23 +16,11 @@ from functools import cached_property
 import msgspec
 import torch
 
+from weightplane.dtypes import DTYPE_NAMES, DTYPES, elements_per_byte, packed_bytes
 from weightplane.errors import LayoutError, LayoutMismatchError
 
 ALIGNMENT = 64
 """Every shard starts at a multiple of this many bytes: a cache line, and any dtype's alignment."""
-
-DTYPES: Mapping[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
-        "float8_e8m0fnu", "float4_e2m1fn_x2", "uint8", "uint16", "uint32", "uint64",
-        "int8", "int16", "int32", "int64", "bool", "complex64", "complex128",
-    )
-    if hasattr(torch, name)
-}  # fmt: skip
-"""The dtypes a layout may name; torch's quantised ones are absent, they carry scales aside."""
-
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +40,11 @@ class TensorSpec:
             raise LayoutError(
                 f"tensor {self.name!r} has dtype {self.dtype!r}; use one of {', '.join(DTYPES)}"
             )
+        if elements_per_byte(self.dtype) > 1 and (not self.shape or self.shape[-1] % 2):
+            raise LayoutError(
+                f"tensor {self.name!r} has shape {self.shape} in {self.dtype}, two elements to a "
+                "byte: the last extent must be even"
+            )
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -63,13 +55,13 @@ class TensorSpec:
         """
         if tensor.layout is not torch.strided:
             raise LayoutError(f"tensor {name!r} is {tensor.layout}; only dense tensors can be sent")
-        dtype = _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+        dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
         return cls(name, tuple(tensor.shape), dtype)
 
     @property
     def byte_count(self) -> int:
         """Bytes of the whole tensor, without padding."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return packed_bytes(self.shape, self.dtype)
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -166,7 +158,7 @@ class Layout:
 
     def shard_bytes(self, shard: Shard) -> int:
         """Bytes of ``shard``, without padding."""
-        return math.prod(shard.shape) * DTYPES[self.spec(shard.tensor).dtype].itemsize
+        return packed_bytes(shard.shape, self.spec(shard.tensor).dtype)
 
     def to_json(self) -> bytes:
         """Canonical JSON: the same bytes for the same layout, whoever writes it."""
@@ -220,9 +212,12 @@ class Layout:
         """
         tensors: dict[str, torch.Tensor] = {}
         for shard in self.shards:
-            dtype = DTYPES[self.spec(shard.tensor).dtype]
+            dtype = self.spec(shard.tensor).dtype
             piece = flat[shard.offset : shard.offset + self.shard_bytes(shard)]
-            tensors[shard.tensor] = piece.view(dtype).view(shard.shape)
+            shape = shard.shape
+            if elements_per_byte(dtype) > 1:
+                shape = (*shape[:-1], shape[-1] // 2)
+            tensors[shard.tensor] = piece.view(DTYPES[dtype]).view(shape)
         return tensors
 
 
@@ -254,7 +249,12 @@ def _check_shard(shard: Shard, specs: Mapping[str, TensorSpec], end: int) -> int
             f"a shard of {shard.tensor!r} has offset {shard.offset}; "
             f"it must be a multiple of {ALIGNMENT} and at least {end}"
         )
-    return shard.offset + math.prod(shard.shape) * DTYPES[spec.dtype].itemsize
+    if elements_per_byte(spec.dtype) > 1 and (shard.start[-1] % 2 or shard.shape[-1] % 2):
+        raise LayoutError(
+            f"a shard of {shard.tensor!r} has start {shard.start} and shape {shard.shape}, which "
+            "cuts a byte of two elements in half"
+        )
+    return shard.offset + packed_bytes(shard.shape, spec.dtype)
 
 
 def _differences(expected: Mapping[str, TensorSpec], actual: Mapping[str, TensorSpec]) -> list[str]:
