@@ -21,58 +21,9 @@ from weightplane.dtypes import elements_per_byte, item_bytes
 from weightplane.errors import LayoutError
 from weightplane.layout import ALIGNMENT, Layout, TensorSpec
 from weightplane.slice_table import SliceTable, StorageTable, padded
+from weightplane.slices import RankLayout, Slice, Storage, contiguous_strides, in_items
 
 __all__ = ["ClusterLayout", "RankLayout", "Slice", "Storage", "contiguous_strides"]
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """One local tensor of a rank: a contiguous range of its arena.
-
-    Attributes:
-        name: the engine's own name, unique in its rank.
-        offset: bytes into the rank's arena, a multiple of `ALIGNMENT`.
-        byte_count: bytes of the storage.
-        padding_bytes: bytes that no slice covers on purpose (rows that pad the vocabulary); a
-            receiver zeroes them. Bytes that are neither covered nor declared are an error.
-    """
-
-    name: str
-    offset: int
-    byte_count: int
-    padding_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """A strided box of a logical tensor at a strided place of a storage.
-
-    Attributes:
-        tensor: the logical name.
-        start, shape: the box, in elements of the logical tensor.
-        storage: name of the storage.
-        offset: bytes into the storage.
-        strides: bytes from one element of the box to the next, per dimension; None means
-            contiguous. Of nibbles the last entry is bytes from pair to pair.
-        step: distance between elements of the box, per dimension; None means 1.
-    """
-
-    tensor: str
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    storage: str
-    offset: int = 0
-    strides: tuple[int, ...] | None = None
-    step: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RankLayout:
-    """One rank: its name, its storages, its slices."""
-
-    name: str
-    storages: tuple[Storage, ...]
-    slices: tuple[Slice, ...]
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
@@ -164,7 +115,7 @@ class ClusterLayout:
                     )
                 if 0 in piece.shape:
                     continue
-                boxes.append(_items(piece, ordered[index], description.name))
+                boxes.append(in_items(piece, ordered[index], description.name))
                 offset = storage_rows[place][1].offset + piece.offset
                 columns.append((rank, index, place, offset))
         storages = StorageTable(
@@ -290,7 +241,7 @@ class ClusterLayout:
             for name in table.__dataclass_fields__:
                 column = getattr(table, name)
                 if isinstance(column, numpy.ndarray):
-                    state.update(numpy.ascontiguousarray(column, column.dtype.newbyteorder("<")))
+                    state.update(column.astype(column.dtype.newbyteorder("<")).tobytes())
         return state.hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -344,18 +295,21 @@ class ClusterLayout:
     def _check_slices(self) -> None:
         table, storages = self.slice_table, self.storage_table
         last = table.start + (table.shape - 1) * table.step
-        inside = (table.start >= 0) & (table.step > 0) & (table.shape > 0)
-        inside &= last < self.item_shapes[table.tensor]
-        self._refuse(~inside.all(axis=1), "is no box inside its tensor")
-        distinct = ((table.strides > 0) | (table.shape == 1)).all(axis=1)
-        self._refuse(~distinct, "has strides that are not positive: two elements share a byte")
+        outside = (table.start < 0) | (table.step < 1) | (table.shape < 1)
+        outside |= last >= self.item_shapes[table.tensor]
+        self._refuse(outside, "is no box inside its tensor")
+        self._refuse(
+            (table.strides < 1) & (table.shape > 1),
+            "has strides that are not positive: two elements share a byte",
+        )
         end = table.offset + self.item_bytes[table.tensor]
         end = end + ((table.shape - 1) * table.strides).sum(axis=1)
         place = table.storage
         fits = (table.offset >= storages.offset[place]) & (
             end <= storages.offset[place] + storages.byte_count[place]
         )
-        self._refuse(~fits, "reaches beyond its storage")
+        fits &= storages.rank[place] == table.rank
+        self._refuse(~fits[:, None], "reaches beyond its storage")
         held = numpy.bincount(table.tensor, minlength=len(self.tensors)) > 0
         missing = ~held & (self.item_shapes.prod(axis=1) > 0)
         if missing.any():
@@ -365,42 +319,7 @@ class ClusterLayout:
             )
 
     def _refuse(self, wrong: numpy.ndarray, reason: str) -> None:
+        """Raise `LayoutError` for the first row of ``wrong``, bool [slices, n], that has a true."""
         if wrong.any():
-            raise LayoutError(f"{self.describe(int(wrong.argmax()))} {reason}")
-
-
-def contiguous_strides(shape: Sequence[int], item: int) -> tuple[int, ...]:
-    """Bytes from one item to the next along each dimension of a row-major tensor."""
-    strides: list[int] = []
-    step = item
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
-
-
-def _items(piece: Slice, spec: TensorSpec, rank: str) -> tuple[tuple[int, ...], ...]:
-    """Start, shape, step and strides of a slice in items instead of elements."""
-    step = piece.step if piece.step is not None else (1,) * len(piece.shape)
-    lengths = {len(piece.start), len(piece.shape), len(step), len(spec.shape)}
-    if piece.strides is not None:
-        lengths.add(len(piece.strides))
-    if len(lengths) != 1:
-        raise LayoutError(
-            f"rank {rank!r}: a slice of {spec.name!r} ({spec}) has start {piece.start}, shape "
-            f"{piece.shape}, step {piece.step} and strides {piece.strides}: one entry per dimension"
-        )
-    start, shape = piece.start, piece.shape
-    shared = elements_per_byte(spec.dtype)
-    if shared > 1:
-        if start[-1] % shared or shape[-1] % shared or step[-1] != 1:
-            raise LayoutError(
-                f"rank {rank!r}: the slice {start} + {shape} of {spec.name!r} ({spec}) cuts a byte "
-                "of two elements in half: shard packed weights at even columns"
-            )
-        start = (*start[:-1], start[-1] // shared)
-        shape = (*shape[:-1], shape[-1] // shared)
-    strides = piece.strides
-    if strides is None:
-        strides = contiguous_strides(shape, item_bytes(spec.dtype))
-    return start, shape, step, strides
+            row = int(numpy.argwhere(wrong)[0, 0])
+            raise LayoutError(f"{self.describe(row)} {reason}")

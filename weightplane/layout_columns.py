@@ -84,9 +84,7 @@ class LayoutColumns:
         for column, values in narrow.items():
             self._columns[column].append(numpy.broadcast_to(values, size).reshape(-1))
         for column, values in (("start", start), ("shape", shape), ("strides", strides)):
-            wide = numpy.broadcast_to(
-                numpy.asarray(values, numpy.int64), (*size, self._dimensions)
-            )
+            wide = numpy.broadcast_to(numpy.asarray(values, numpy.int64), (*size, self._dimensions))
             self._columns[column].append(wide.reshape(-1, self._dimensions))
 
     def whole(self, name: str, ranks: Sequence[int] | NDArray[numpy.int64], tensor: int) -> None:

@@ -16,7 +16,14 @@ from weightplane.cluster_layout import ClusterLayout
 from weightplane.errors import LayoutError
 from weightplane.layout_columns import LayoutColumns
 
-__all__ = ["FORMATS", "PaperModel", "RolloutRanks", "TrainerRanks", "rollout_layout", "trainer_layout"]
+__all__ = [
+    "FORMATS",
+    "PaperModel",
+    "RolloutRanks",
+    "TrainerRanks",
+    "rollout_layout",
+    "trainer_layout",
+]
 
 FORMATS = ("bf16", "fp8", "mxfp4")
 """bf16 throughout; matrices in fp8 with a scale per 128 x 128; or experts in MXFP4, rest bf16."""
@@ -137,9 +144,7 @@ def rollout_layout(model: PaperModel, ranks: RolloutRanks | None = None) -> Clus
     for layer in range(model.layers):
         _add_dense(columns, model, layer, everybody, part, ranks.tensor)
         if layer >= model.dense_layers:
-            _add_experts(
-                columns, model, layer, everybody, group, ranks.expert, part, ranks.tensor
-            )
+            _add_experts(columns, model, layer, everybody, group, ranks.expert, part, ranks.tensor)
     _add_ends(columns, model, everybody, everybody, part, ranks.tensor)
     return columns.layout()
 
@@ -290,13 +295,16 @@ def _add_experts(
             ("down_proj", (hidden, inner)),
         ):  # fmt: skip
             items = (-(-shape[0] // row_block), -(-shape[1] // column_block))
-            tensors[name] = items, numpy.array(
-                [
-                    columns.tensor(
-                        f"{base}.{number}.{name}{suffix}", (items[0], items[1] * share), dtype
-                    )
-                    for number in range(model.experts)
-                ]
+            tensors[name] = (
+                items,
+                numpy.array(
+                    [
+                        columns.tensor(
+                            f"{base}.{number}.{name}{suffix}", (items[0], items[1] * share), dtype
+                        )
+                        for number in range(model.experts)
+                    ]
+                ),
             )
         (rows, width), gate = tensors["gate_proj"]
         up = tensors["up_proj"][1]

@@ -190,7 +190,7 @@ class Plan:
         header = (self.source.digest, self.destination.digest, self.settings)
         state.update(msgspec.json.encode(header))
         for name in COLUMNS:
-            state.update(getattr(self, name).astype("<i8", copy=False))
+            state.update(getattr(self, name).astype("<i8", copy=False).tobytes())
         return state.hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -259,8 +259,8 @@ class Plan:
         cells = numpy.arange(int(counts.sum())) - first[owner] + self.chunk_cells[chunks][owner]
         regions = reader.regions(self._cells, cells, owner, every_copy)
         return [
-            ChunkWork(*row, regions[number])
-            for number, row in enumerate(
+            ChunkWork(hop, chunk, peer, round_, before, byte_count, regions[number])
+            for number, (hop, chunk, peer, round_, before, byte_count) in enumerate(
                 zip(
                     hops.tolist(), chunks.tolist(), peers[hops].tolist(),
                     self.hop_round[hops].tolist(), self.hop_depends_on[hops].tolist(),

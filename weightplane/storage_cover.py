@@ -23,8 +23,6 @@ def require_full_storages(layout: ClusterLayout) -> None:
     Padding counts as filled; there must be exactly as much of it as is declared.
     """
     table, storages = layout.slice_table, layout.storage_table
-    if (storages.rank[table.storage] != table.rank).any():
-        raise LayoutError("a slice lies in a storage of another rank")
     item = layout.item_bytes[table.tensor]
     extent = ((table.shape - 1) * table.strides).sum(axis=1) + item
     byte_count = table.shape.prod(axis=1) * item

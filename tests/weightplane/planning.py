@@ -163,7 +163,10 @@ def random_layout(draw, specs, name, size, whole):
                 for owner in owners:
                     held[owner].append((spec, box))
     if not any(held):
-        held[0].append((specs[0], random_boxes(draw, specs[0].shape, steps=False)[0]))
+        shape = specs[0].shape
+        if elements_per_byte(specs[0].dtype) > 1:
+            shape = (*shape[:-1], shape[-1] // 2)
+        held[0].append((specs[0], random_boxes(draw, shape, steps=False)[0]))
     names = {spec.name for rank in held for spec, box in rank if 0 not in box[1]}
     tensors = [spec for spec in specs if spec.name in names or 0 in spec.shape]
     ranks = [
