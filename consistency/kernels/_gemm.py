@@ -1,4 +1,4 @@
-"""The one door from Python to the matrix products of cpu/gemm.cpp, for operands of any strides."""
+"""The one door to the matrix products of cpu/gemm.cpp and triton/gemm.py, for any strides."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from consistency.errors import InvalidInputError
 from consistency.kernels._arguments import DTYPE_CODES
+from consistency.kernels._dispatch import on_triton, triton_kernels
 from consistency.kernels.library import POINTER, Kernel, thread_count
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ def multiply(
     mode: int = WRITE,
 ) -> torch.Tensor:
     """out = a @ b + bias for checked 2-D operands; see cpu/gemm.hpp for modes and the order."""
+    if on_triton(out):
+        return triton_kernels("gemm").multiply(a, b, out, bias=bias, chunks=chunks, mode=mode)
     row, column = b.stride()
     _run(a, b, row, column, b.shape[1], out, bias, chunks, mode)
     return out
@@ -73,6 +76,9 @@ def multiply_weight(
     chunks: int = 1,
 ) -> torch.Tensor:
     """out = x @ weight^T + bias; `multiply` without the cost of a transposed view."""
+    if on_triton(out):
+        kernels = triton_kernels("gemm")
+        return kernels.multiply(x, weight.t(), out, bias=bias, chunks=chunks)
     row, column = weight.stride()
     _run(x, weight, column, row, weight.shape[0], out, bias, chunks, WRITE)
     return out
@@ -107,6 +113,8 @@ def multiply_grouped_rows(
     a: torch.Tensor, offsets: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, chunks: int = 1
 ) -> torch.Tensor:
     """out[rows of g] = a[rows of g] @ b[g] for checked a [T, K], b [G, K, N], out [T, N]."""
+    if on_triton(out):
+        return triton_kernels("grouped").multiply_grouped_rows(a, offsets, b, out, chunks=chunks)
     codes = DTYPE_CODES
     groups, k, n = b.shape
     group, row, column = b.stride()
@@ -126,6 +134,8 @@ def multiply_grouped_steps(
     a: torch.Tensor, offsets: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, mode: int = WRITE
 ) -> torch.Tensor:
     """out[g] = a[:, steps of g] @ b[steps of g] for checked a [M, T], b [T, N], out [G, M, N]."""
+    if on_triton(out):
+        return triton_kernels("grouped").multiply_grouped_steps(a, offsets, b, out, mode=mode)
     codes = DTYPE_CODES
     groups, m, n = out.shape
     group, row, column = out.stride()

@@ -97,7 +97,7 @@ def _forward(
     out_dtype: torch.dtype,
     tp_invariant: bool,
 ) -> torch.Tensor:
-    out = torch.empty((x.shape[0], weight.shape[1]), dtype=out_dtype)
+    out = torch.empty((x.shape[0], weight.shape[1]), dtype=out_dtype, device=x.device)
     chunks = chunk_count(weight.shape[2], tp_invariant)
     return multiply_grouped_rows(x, offsets, weight.transpose(1, 2), out, chunks=chunks)
 
@@ -123,7 +123,7 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight, offsets = ctx.saved_tensors
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = torch.empty(x.shape, dtype=x.dtype)
+            grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             chunks = chunk_count(weight.shape[1], ctx.tp_invariant)
             multiply_grouped_rows(grad, offsets, weight, grad_x, chunks=chunks)
         if ctx.needs_input_grad[1]:

@@ -189,7 +189,7 @@ def _forward(
     chunks: int,
 ) -> torch.Tensor:
     rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    out = torch.empty((rows.shape[0], weight.shape[0]), dtype=out_dtype)
+    out = torch.empty((rows.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     multiply_weight(rows, weight, out, bias=bias, chunks=chunks)
@@ -220,7 +220,7 @@ class _Linear(torch.autograd.Function):
         rows = x.reshape(grad_rows.shape[0], weight.shape[1])
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = torch.empty(rows.shape, dtype=x.dtype)
+            grad_x = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
             chunks = chunk_count(weight.shape[0], ctx.tp_invariant)
             grad_x = multiply(grad_rows, weight, grad_x, chunks=chunks).view(x.shape)
         if ctx.needs_input_grad[1]:

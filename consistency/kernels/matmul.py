@@ -59,7 +59,7 @@ def matmul(
 def _forward(
     a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, tp_invariant: bool
 ) -> torch.Tensor:
-    out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
     return multiply(a, b, out, chunks=chunk_count(a.shape[1], tp_invariant))
 
 
@@ -78,8 +78,8 @@ class _Matmul(torch.autograd.Function):
         a, b = ctx.saved_tensors
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            chunks = chunk_count(b.shape[1], ctx.tp_invariant)
-            grad_a = multiply(grad, b.t(), torch.empty(a.shape, dtype=a.dtype), chunks=chunks)
+            grad_a = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+            multiply(grad, b.t(), grad_a, chunks=chunk_count(b.shape[1], ctx.tp_invariant))
         if ctx.needs_input_grad[1]:
-            grad_b = multiply(a.t(), grad, torch.empty(b.shape, dtype=b.dtype))
+            grad_b = multiply(a.t(), grad, torch.empty(b.shape, dtype=b.dtype, device=b.device))
         return grad_a, grad_b, None, None
