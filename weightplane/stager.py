@@ -78,6 +78,7 @@ class Stager:
         self._runs = cut_into_runs(layout)
         self._reader: Reader | None = None
         self._slots = 0
+        self._registered = 0
         self._progress_at = 0.0
         self._stop = threading.Event()
         # A daemon, so that an owner that crashes before close() does not hang at exit.
@@ -149,6 +150,7 @@ class Stager:
                     self._stage(message, self._reader)
                     self._send_outbox()
                     self._pool.warm(self._warm_buffers)
+                    self._register_buffers(self._reader)
                 return
         for descriptor in received.descriptors:
             os.close(descriptor)
@@ -169,13 +171,20 @@ class Stager:
     def _join(self, welcome: Welcome, descriptors: tuple[int, ...]) -> None:
         try:
             open_reader = self._find_transport(welcome)
-            offer = Offer(welcome.transport, welcome.slots, welcome.slot_bytes, descriptors)
+            offer = Offer(
+                welcome.transport,
+                welcome.slots,
+                welcome.slot_bytes,
+                descriptors,
+                welcome.endpoint,
+            )
         except WeightPlaneError:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise
         self._reader = open_reader(offer)
         self._slots = offer.slots
+        self._register_buffers(self._reader)
         self._store.connected()
 
     def _find_transport(self, welcome: Welcome) -> Callable[[Offer], Reader]:
@@ -208,6 +217,7 @@ class Stager:
         try:
             manifest = self._manifest(announce)
             buffer = self._obtain_buffer(number)
+            self._register_buffers(reader)
             transfer = read_verified(
                 reader, announce.slot, manifest, self._runs, buffer.bytes, self._on_progress(number)
             )
@@ -219,6 +229,12 @@ class Stager:
             self._store.abort(number, str(error) or repr(error))
             if not isinstance(error, WeightPlaneError):
                 raise
+
+    def _register_buffers(self, reader: Reader) -> None:
+        """Register the buffers that were made since the last call; the pool never frees one."""
+        for buffer in self._pool.buffers[self._registered :]:
+            reader.register(buffer.bytes)
+            self._registered += 1
 
     def _manifest(self, announce: Announce) -> Manifest:
         if len(announce.digests) != DIGEST_BYTES * len(self._layout.tensors):

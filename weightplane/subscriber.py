@@ -25,16 +25,14 @@ from weightplane.errors import InvalidArgumentError, LayoutError, VersionError
 from weightplane.events import Connection, SubscriberEvent
 from weightplane.layout import Layout
 from weightplane.memory import BufferPool
-from weightplane.p2p import Offer, Reader, shm
+from weightplane.p2p import Offer, Reader
+from weightplane.p2p.readers import READERS
 from weightplane.stager import Stager
 from weightplane.store import VersionStore
 from weightplane.swap import Invalidate, Swap
 from weightplane.transfer import verify_held
 from weightplane.version import VersionRecord, WeightVersion
 from weightplane.wakeup import Wakeup
-
-READERS: Mapping[str, Callable[[Offer], Reader]] = MappingProxyType({shm.NAME: shm.ShmReader})
-"""The subscriber's half of every transport, by the name in the publisher's offer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 from weightplane import Channel, Layout, Subscriber, WeightPlaneError, tensor_digest
 from weightplane.p2p import Offer
@@ -28,31 +28,41 @@ class SlowReader(ShmReader):
         super().read(slot, offset, destination)
 
 
+class CountingReader(ShmReader):
+    """Notes how many turns a token loop made during each copy."""
+
+    loops: ClassVar[list[TokenLoop]] = []
+
+    def read(self, slot: int, offset: int, destination: memoryview) -> None:
+        loop = self.loops[-1] if self.loops else None
+        before = loop.turns if loop else 0
+        super().read(slot, offset, destination)
+        if loop:
+            loop.turns_in_runs.append(loop.turns - before)
+
+
 class TokenLoop:
     """A pure Python loop in another thread: what a staging thread that hogs the lock would stop."""
 
     def __init__(self) -> None:
-        self.gaps: list[float] = []
+        self.turns = 0
+        self.turns_in_runs: list[int] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
-        last = time.perf_counter()
         while not self._stop.is_set():
-            now = time.perf_counter()
-            if now - last > 0.0005:
-                self.gaps.append(now - last)
-            last = now
+            self.turns += 1
 
-    def stop(self) -> list[float]:
+    def stop(self) -> list[int]:
         self._stop.set()
         self._thread.join()
-        return sorted(self.gaps)
+        return self.turns_in_runs
 
 
 def commands(subscriber: Subscriber) -> dict[str, Callable[..., Any]]:
-    loops: list[TokenLoop] = []
+    loops = CountingReader.loops
 
     def digests() -> dict[str, str]:
         return {name: tensor_digest(tensor) for name, tensor in subscriber.tensors.items()}
@@ -76,13 +86,18 @@ def main() -> None:
     parser.add_argument("descriptor", type=int)
     parser.add_argument("--read-delay", type=float, default=0.0)
     parser.add_argument("--name", default=None)
+    parser.add_argument("--count-turns", action="store_true")
     arguments = parser.parse_args()
     layout = Layout.from_json(sys.stdin.buffer.readline())
+
+    def slow(offer: Offer) -> SlowReader:
+        return SlowReader(offer, arguments.read_delay)
+
     subscriber = Subscriber(
         Channel.inherited(arguments.descriptor),
         layout,
         name=arguments.name,
-        readers={"shm": lambda offer: SlowReader(offer, arguments.read_delay)},
+        readers={"shm": CountingReader if arguments.count_turns else slow},
     )
     table = commands(subscriber)
     with subscriber:

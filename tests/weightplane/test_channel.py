@@ -17,7 +17,7 @@ from weightplane.errors import ChannelClosedError, ChannelError, InvalidArgument
 from weightplane.messages import Aborted, Announce, Goodbye, Progress, Refused, Staged, Welcome
 
 MESSAGES = [
-    Welcome(1, "digest", 7, "shm", 2, 4096),
+    Welcome(1, "digest", 7, "shm", 2, 4096, b"endpoint"),
     Announce(3, None, "manifest", 1.5, 2.5, 1, bytes(32)),
     Progress(3, 1 << 40),
     Staged(3, 1.0, 10, 0.1, 0.2),

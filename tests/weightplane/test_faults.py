@@ -283,6 +283,7 @@ def impostor(layout):
                 "transport": "shm",
                 "slots": 2,
                 "slot_bytes": layout.size,
+                "endpoint": b"",
                 **changes,
             }
             channel.send(Welcome(**fields), transport.offer.descriptors)

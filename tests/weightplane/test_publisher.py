@@ -285,7 +285,7 @@ def test_a_subscriber_of_another_protocol_is_refused(publisher, layout):
     [
         Staged(9, 0.0, 1, 0.0, 0.0),
         Committed(1, 0.0, 0.0),
-        Welcome(1, "", 1, "shm", 1, 1),
+        Welcome(1, "", 1, "shm", 1, 1, b""),
         Hello(1, "again", 1, b""),
     ],
 )

@@ -25,6 +25,9 @@ class BufferReader:
     def __init__(self, slot: memoryview) -> None:
         self._slot = slot
 
+    def register(self, arena: memoryview) -> None:
+        pass
+
     def read(self, slot: int, offset: int, destination: memoryview) -> None:
         destination[:] = self._slot[offset : offset + len(destination)]
 

@@ -12,7 +12,10 @@ Contract of both halves:
 - a slot is not written while a reader may read it (the publisher sees to that), and if it is
   nevertheless, the reader delivers torn bytes and the digests catch them: a reader never has to
   lock;
-- `Reader.read` lets other Python threads run while it copies.
+- `Reader.read` lets other Python threads run while it copies, and ends: with the bytes, or with an
+  error when the owner of the slot is dead or silent for the transport's ``stall_seconds``;
+- memory is registered by the arena: a slot once by its owner, a staging buffer once by
+  `Reader.register`, never a tensor at a time.
 """
 
 from __future__ import annotations
@@ -32,12 +35,15 @@ class Offer:
         slots: number of slots.
         slot_bytes: bytes of each slot.
         descriptors: file descriptors that travel with the offer; whoever receives them owns them.
+        endpoint: what the transport's readers need to find the slots, in its own encoding; never
+            a pickle.
     """
 
     transport: str
     slots: int
     slot_bytes: int
     descriptors: tuple[int, ...] = ()
+    endpoint: bytes = b""
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.slot_bytes < 1:
@@ -58,6 +64,10 @@ class Transport(Protocol):
         """The writable bytes of a slot, aligned to a page."""
         ...
 
+    def seal(self, slot: int) -> None:
+        """The slot is written: from now on readers get these bytes."""
+        ...
+
     def close(self) -> None:
         """Release the slots; readers that still hold them keep the memory alive. Idempotent."""
         ...
@@ -66,8 +76,20 @@ class Transport(Protocol):
 class Reader(Protocol):
     """The subscriber's half."""
 
+    def register(self, arena: memoryview) -> None:
+        """Make ``arena``, a whole staging buffer, a place that `read` may write to.
+
+        Called once for each buffer; the memory stays valid until `close`.
+        """
+        ...
+
     def read(self, slot: int, offset: int, destination: memoryview) -> None:
         """Fill ``destination`` with the bytes of ``slot`` from ``offset`` on.
+
+        Args:
+            slot: of the offer.
+            offset: bytes from the start of the slot.
+            destination: writable bytes inside a registered arena.
 
         Raises:
             WeightPlaneError: the bytes could not be had; ``destination`` holds nothing of use.
@@ -77,3 +99,12 @@ class Reader(Protocol):
     def close(self) -> None:
         """Let go of the slots. Idempotent."""
         ...
+
+
+def check_range(offer: Offer, slot: int, offset: int, length: int) -> None:
+    """Raise `InvalidArgumentError` unless a slot of ``offer`` has these bytes."""
+    if not 0 <= slot < offer.slots or offset < 0 or offset + length > offer.slot_bytes:
+        raise InvalidArgumentError(
+            f"bytes {offset} to {offset + length} of slot {slot} are asked for; "
+            f"the offer has {offer.slots} slots of {offer.slot_bytes} bytes"
+        )

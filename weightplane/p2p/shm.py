@@ -13,13 +13,20 @@ import errno
 import mmap
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy
 
 from weightplane.channel import MAX_DESCRIPTORS
-from weightplane.errors import ChannelError, InvalidArgumentError, ShmSpaceError
-from weightplane.p2p import Offer
+from weightplane.errors import (
+    ChannelError,
+    InvalidArgumentError,
+    ShmSpaceError,
+    TransferError,
+)
+from weightplane.p2p import Offer, check_range
 
 NAME = "shm"
 
@@ -113,7 +120,10 @@ class ShmTransport:
             _close_descriptors(descriptors)
             _unmap(self._maps)
             raise
-        self._offer = Offer(NAME, slots, slot_bytes, tuple(descriptors))
+        place = _Place(os.getpid(), tuple(_identity(descriptor) for descriptor in descriptors))
+        self._offer = Offer(
+            NAME, slots, slot_bytes, tuple(descriptors), msgspec.msgpack.encode(place)
+        )
         self._closed = False
 
     @property
@@ -124,6 +134,9 @@ class ShmTransport:
     def buffer(self, slot: int) -> memoryview:
         """The writable bytes of a slot."""
         return memoryview(self._maps[slot])
+
+    def seal(self, slot: int) -> None:
+        """Nothing to do: readers map the same pages."""
 
     def close(self) -> None:
         """Unmap the slots; the memory goes when the last reader has gone too."""
@@ -144,7 +157,10 @@ class ShmReader:
     """
 
     def __init__(self, offer: Offer) -> None:
+        self._offer = offer
         self._maps: list[mmap.mmap] = []
+        if not offer.descriptors and offer.endpoint:
+            offer = _reopen(offer)
         try:
             _check_descriptors(offer)
             for descriptor in offer.descriptors:
@@ -162,8 +178,12 @@ class ShmReader:
             # interpreter lock, which stops the owner's token generation.
             numpy.bitwise_or.reduce(slot[:: mmap.PAGESIZE])
 
+    def register(self, arena: memoryview) -> None:
+        """Nothing to do: any memory can be copied to."""
+
     def read(self, slot: int, offset: int, destination: memoryview) -> None:
         """Fill ``destination`` with the bytes of ``slot`` from ``offset`` on."""
+        check_range(self._offer, slot, offset, len(destination))
         target = numpy.frombuffer(destination, numpy.uint8)
         # numpy copies without the interpreter lock.
         numpy.copyto(target, self._slots[slot][offset : offset + len(target)])
@@ -172,6 +192,61 @@ class ShmReader:
         """Unmap the slots."""
         self._slots = []
         _unmap(self._maps)
+
+
+class _Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An open file: its descriptor in the owner, its device and its inode."""
+
+    descriptor: int
+    device: int
+    inode: int
+
+
+class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a reader finds the slots that no descriptor was passed for: the owner's open files."""
+
+    process: int
+    files: tuple[_Identity, ...]
+
+
+def _identity(descriptor: int) -> _Identity:
+    facts = os.fstat(descriptor)
+    return _Identity(descriptor, facts.st_dev, facts.st_ino)
+
+
+def _reopen(offer: Offer) -> Offer:
+    """Open the owner's files through ``/proc``, for a control channel that carries no descriptors.
+
+    The kernel allows it to processes of the same user on the same machine, and device and inode
+    make sure that it is the very file: a process number can be used again.
+
+    Raises:
+        TransferError: the owner is gone, on another machine, or another user's.
+    """
+    try:
+        place = msgspec.msgpack.decode(offer.endpoint, type=_Place)
+    except msgspec.DecodeError as error:
+        raise ChannelError(f"the endpoint of a shared-memory offer is malformed: {error}") from None
+    opened: list[int] = []
+    try:
+        for file in place.files:
+            path = f"/proc/{place.process}/fd/{file.descriptor}"
+            opened.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            facts = os.fstat(opened[-1])
+            if (facts.st_dev, facts.st_ino) != (file.device, file.inode):
+                raise TransferError(
+                    f"process {place.process} no longer holds the shared memory it offered"
+                )
+    except BaseException as error:
+        _close_descriptors(opened)
+        if isinstance(error, OSError):
+            raise TransferError(
+                f"the shared memory of process {place.process} cannot be opened "
+                f"({error.strerror}): shm needs both processes on one machine, under one user and "
+                "in one process namespace; use another transport between machines"
+            ) from error
+        raise
+    return replace(offer, descriptors=tuple(opened))
 
 
 def _check_descriptors(offer: Offer) -> None:
