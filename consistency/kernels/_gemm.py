@@ -23,6 +23,9 @@ _pack_gemm = struct.Struct("=20q").pack
 _pack_grouped_rows = struct.Struct("=19q").pack
 _pack_grouped_steps = struct.Struct("=19q").pack
 
+_pack_batched = struct.Struct("=21q").pack
+
+_batched = Kernel("lockstep_batched_gemm", POINTER)
 _gemm = Kernel("lockstep_gemm", POINTER)
 _grouped_rows = Kernel("lockstep_grouped_rows", POINTER)
 _grouped_steps = Kernel("lockstep_grouped_steps", POINTER)
@@ -107,6 +110,25 @@ def _run(
             *(chunks, mode, thread_count()),
         )
     )
+
+
+def multiply_batched(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, chunks: int = 1
+) -> torch.Tensor:
+    """out[i] = a[i] @ b[i] for checked a [B, M, K], b [B, K, N], out [B, M, N]."""
+    codes = DTYPE_CODES
+    batches, m, k = a.shape
+    _batched(
+        _pack_batched(
+            *(batches, m, b.shape[2], k),
+            *(a.data_ptr(), *a.stride()[1:], codes[a.dtype]),
+            *(b.data_ptr(), *b.stride()[1:], codes[b.dtype]),
+            *(out.data_ptr(), *out.stride()[1:], codes[out.dtype]),
+            *(a.stride(0), b.stride(0), out.stride(0)),
+            *(chunks, thread_count()),
+        )
+    )
+    return out
 
 
 def multiply_grouped_rows(

@@ -10,7 +10,9 @@ import torch
 from consistency.errors import InvalidInputError, UnsupportedError
 from consistency.kernels._arguments import (
     DTYPE_CODES,
+    output_dtype_code,
     require_float,
+    require_indices,
     require_integer,
     require_shape,
 )
@@ -79,6 +81,69 @@ def moe_experts(
         hidden, down, offsets, out_dtype=torch.float32, tp_invariant=tp_invariant
     )
     return _Combine.apply(outputs, weights, place, x.dtype).view(tokens, x.shape[1])
+
+
+@one_device
+def moe_permute(
+    x: torch.Tensor, ids: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copies each token's row once per slot, the rows of an expert together.
+
+    Args:
+        x: [T, H], float32, bfloat16 or float16.
+        ids: int64 [T, k], the expert of each slot.
+        experts: the number of experts E.
+
+    Returns:
+        (rows, place, offsets): rows [T k, H] in the dtype of `x`; place int64 [T, k], where the row
+        of a slot went; offsets int64 [E + 1], where the rows of an expert begin and end.
+
+    Raises:
+        UnsupportedError: a dtype, layout or device that the kernels do not take.
+        InvalidInputError: shapes that do not fit, or an id outside [0, experts).
+
+    Order of reduction:
+        None forward. dx adds the rows of a token in slot order, in fp32, with one rounding.
+    """
+    require_float("x", x, 2)
+    require_integer("ids", ids, 2)
+    require_shape("ids", ids, (x.shape[0], ids.shape[1]), "tokens, slots")
+    place, offsets = _sort_by_expert(ids.contiguous(), experts)
+    return _Dispatch.apply(x, place, ids.shape[1]), place, offsets
+
+
+@one_device
+def moe_combine(
+    outputs: torch.Tensor, weights: torch.Tensor, place: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """y[t] = sum over slots s, in order, of weights[t, s] outputs[place[t, s]].
+
+    Args:
+        outputs: [T k, H], the experts' outputs in the order of `moe_permute`, best float32.
+        weights: float32 [T, k].
+        place: int64 [T, k], from `moe_permute`.
+        dtype: dtype of the result.
+
+    Returns:
+        [T, H] in `dtype`.
+
+    Raises:
+        UnsupportedError: a dtype, layout or device that the kernels do not take.
+        InvalidInputError: shapes that do not fit, or a place outside `outputs`.
+
+    Order of reduction:
+        Fused multiply-adds in slot order, in fp32, with one rounding; never atomics. Which process
+        computed an expert does not enter.
+    """
+    require_float("outputs", outputs, 2)
+    require_float("weights", weights, 2)
+    require_integer("place", place, 2)
+    require_shape("place", place, weights.shape, "that of weights")
+    require_indices("place", place, outputs.shape[0], "the rows of outputs")
+    if weights.dtype != torch.float32:
+        raise UnsupportedError(f"weights must be float32 (see route), got {weights.dtype}")
+    output_dtype_code(dtype)
+    return _Combine.apply(outputs.contiguous(), weights, place.contiguous(), dtype)
 
 
 def _check(

@@ -11,6 +11,7 @@ from consistency.kernels._arguments import (
     DTYPE_CODES,
     main_gradient,
     require_float,
+    require_shape,
 )
 from consistency.kernels._autograd import once_differentiable
 from consistency.kernels._dispatch import one_device
@@ -34,7 +35,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """y[..., i] = x[..., i] / sqrt(mean of x[..., j]^2 over j + eps) * weight[i].
 
-    A residual is added by the caller before, in the dtype of the residual stream.
+    `add_rms_norm` adds a residual first.
 
     Args:
         x: [..., W], float32, bfloat16 or float16, any strides.
@@ -67,6 +68,43 @@ def rms_norm(
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RmsNorm.apply(x, weight, eps, zero_centered)
     return _forward(x.contiguous(), weight.contiguous(), eps, zero_centered, None)
+
+
+@one_device
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(s), s) with s = x + residual, rounded to the dtype of the residual stream.
+
+    Args:
+        x: [..., W], float32, bfloat16 or float16.
+        residual: the shape and dtype of `x`.
+        weight, eps, zero_centered: as in `rms_norm`.
+
+    Returns:
+        (normed, s), both [..., W] in the dtype of `x`.
+
+    Raises:
+        UnsupportedError: a dtype, layout or device that the kernels do not take.
+        InvalidInputError: shapes or dtypes that do not fit, or a negative eps.
+
+    Order of reduction:
+        That of `rms_norm`, which reads the rounded s (the contract's `residual`).
+    """
+    require_float("x", x)
+    require_float("residual", residual)
+    require_shape("residual", residual, x.shape, "that of x")
+    if residual.dtype != x.dtype:
+        raise InvalidInputError(
+            f"residual must have the dtype of x, {x.dtype}, got {residual.dtype}"
+        )
+    total = x + residual
+    return rms_norm(total, weight, eps, zero_centered=zero_centered), total
 
 
 def _forward(

@@ -273,6 +273,13 @@ struct GemmRequest {
   int64_t chunks, mode, threads;
 };
 
+struct BatchedRequest {
+  int64_t batches, m, n, k;
+  OperandRequest a, b;
+  ResultRequest c;
+  int64_t a_batch, b_batch, c_batch, chunks, threads;
+};
+
 struct GroupedRowsRequest {
   int64_t groups;
   const int64_t* offsets;
@@ -311,6 +318,24 @@ LOCKSTEP_API int32_t lockstep_gemm(const void* request) {
     multiply({{r.m, r.n, r.k, operand(r.a), operand(r.b), r.bias, static_cast<DType>(r.bias_dtype),
                result(r.c), r.chunks, static_cast<Mode>(r.mode)}},
              static_cast<int32_t>(r.threads));
+  });
+}
+
+// For every i: C_i[m, n] = A_i[m, k] B_i[k, n], X_i = X + i * x_batch.
+LOCKSTEP_API int32_t lockstep_batched_gemm(const void* request) {
+  using namespace lockstep;
+  return guarded([&] {
+    const auto& r = *static_cast<const BatchedRequest*>(request);
+    std::vector<Product> products;
+    for (int64_t i = 0; i < r.batches; ++i) {
+      Operand a = operand(r.a), b = operand(r.b);
+      Result c = result(r.c);
+      a.data = static_cast<const char*>(a.data) + i * r.a_batch * element_size(a.dtype);
+      b.data = static_cast<const char*>(b.data) + i * r.b_batch * element_size(b.dtype);
+      c.data = static_cast<char*>(c.data) + i * r.c_batch * element_size(c.dtype);
+      products.push_back({r.m, r.n, r.k, a, b, nullptr, kFloat32, c, r.chunks, kWrite});
+    }
+    multiply(products, static_cast<int32_t>(r.threads));
   });
 }
 

@@ -13,8 +13,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "ieee_mode.hpp"
-#include "typed.hpp"
+#include "fold.hpp"
 
 namespace lockstep {
 namespace {
@@ -30,26 +29,6 @@ struct Sums {
 };
 
 inline Sums operator+(Sums a, Sums b) { return {a.weight + b.weight, a.moment + b.moment}; }
-
-// Joins values in their order of arrival by the binary tree whose left side is the largest power
-// of two.
-class Tree {
- public:
-  void push(Sums value) {
-    for (int64_t done = ++count_; done % 2 == 0; done /= 2) value = stack_[--top_] + value;
-    stack_[top_++] = value;
-  }
-  Sums total() const {
-    Sums value = stack_[top_ - 1];
-    for (int i = top_ - 2; i >= 0; --i) value = stack_[i] + value;
-    return value;
-  }
-
- private:
-  Sums stack_[64];
-  int top_ = 0;
-  int64_t count_ = 0;
-};
 
 int64_t parts_of(int64_t width) {
   for (int64_t parts = 8; parts > 1; parts /= 2)
@@ -110,7 +89,7 @@ Statistics joined(const Statistics& a, const Statistics& b) {
 Statistics part_of(const float* row, int64_t width, F16 temperature) {
   const float maximum = maximum_of(row, width, temperature);
   const F16 shift = set1(maximum == kMinusInfinity ? 0.0f : maximum), floor = set1(kFloor);
-  Tree segments;
+  Tree<Sums> segments;
   for (int64_t start = 0; start < width; start += kSegment) {
     const int64_t end = std::min(start + kSegment, width);
     F16 weight = zero(), moment = zero();

@@ -7,14 +7,12 @@
 #include <cmath>
 #include <vector>
 
+#include "fold.hpp"
 #include "softmax_row.hpp"
 #include "typed.hpp"
 
 namespace lockstep {
 namespace {
-
-constexpr int64_t kRowsPerBlock = 8;
-constexpr int64_t kColumnsPerBlock = 16 * kLanes;
 
 // The scale that rms_norm multiplies by: weight, or 1 + weight when the weight is zero-centred.
 std::vector<float> norm_scale(const void* weight, int32_t dtype, int32_t zero_centered,
@@ -64,47 +62,6 @@ void norm_row_gradient(const Element<kType>* grad, const Element<kType>* x, cons
     store_typed<kType>(grad_x + i, mul(fma(normal, mean, scaled), factor), count);
   }
 }
-
-// The sum of grad * xhat over rows, for some columns.
-template <DType kType>
-struct NormWeightGradient {
-  const Element<kType>* grad;
-  const Element<kType>* x;
-  const float* inverse_rms;
-  int64_t rows, width;
-
-  // out [kColumnsPerBlock] = the sum over rows [first, first + span), `count` columns from `begin`
-  // on. span is kRowsPerBlock times a power of two; rows that do not exist count as zero.
-  void add_rows(int64_t first, int64_t span, int64_t begin, int64_t count, float* out) const {
-    if (span > kRowsPerBlock) {
-      add_rows(first, span / 2, begin, count, out);
-      if (first + span / 2 >= rows) return;
-      float other[kColumnsPerBlock];
-      add_rows(first + span / 2, span / 2, begin, count, other);
-      for (int64_t i = 0; i < count; i += kLanes)
-        store(out + i, add(load(out + i), load(other + i)));
-      return;
-    }
-    std::fill(out, out + kColumnsPerBlock, 0.0f);
-    for (int64_t row = first; row < std::min(rows, first + span); ++row) {
-      const F16 factor = set1(inverse_rms[row]);
-      const int64_t start = row * width + begin;
-      for (int64_t i = 0; i < count; i += kLanes) {
-        const F16 normal = mul(load_typed<kType>(x + start + i, count - i), factor);
-        store(out + i, fma(load_typed<kType>(grad + start + i, count - i), normal, load(out + i)));
-      }
-    }
-  }
-
-  void run(int64_t begin, float* out) const {
-    int64_t span = kRowsPerBlock;
-    while (span < rows) span *= 2;
-    const int64_t count = std::min(kColumnsPerBlock, width - begin);
-    float total[kColumnsPerBlock];
-    add_rows(0, span, begin, count, total);
-    std::copy(total, total + count, out + begin);
-  }
-};
 
 F16 sigmoid(F16 x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x)))); }
 
@@ -167,11 +124,13 @@ LOCKSTEP_API int32_t lockstep_rms_norm_backward(
         });
       }
       if (grad_weight != nullptr) {
-        const int64_t blocks = (width + kColumnsPerBlock - 1) / kColumnsPerBlock;
-        const NormWeightGradient<type()> gradient{grads, inputs, inverse_rms, rows, width};
-        parallel_for(team, blocks, [&](int64_t block) {
-          gradient.run(block * kColumnsPerBlock, grad_weight);
-        });
+        column_sums(team, rows, width, grad_weight,
+                    [&](int64_t row, int64_t column, int64_t n, F16 lanes) {
+                      const int64_t at = row * width + column;
+                      const F16 normal =
+                          mul(load_typed<type()>(inputs + at, n), set1(inverse_rms[row]));
+                      return fma(load_typed<type()>(grads + at, n), normal, lanes);
+                    });
       }
     });
   });

@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consistency.errors import InvalidInputError, UnsupportedError
-from consistency.kernels import linear, moe_experts, route, silu_and_mul
+from consistency.kernels import (
+    grouped_linear,
+    linear,
+    moe_combine,
+    moe_experts,
+    moe_permute,
+    route,
+    silu_and_mul,
+)
 
 EXPERTS, HIDDEN, INNER, SLOTS = 6, 40, 24, 3
 
@@ -151,3 +159,34 @@ def test_bad_arguments_are_named(wide, position, value, error, message):
     arguments[position] = value
     with pytest.raises(error, match=message):
         moe_experts(*arguments)
+
+
+def test_permute_products_and_combine_are_the_experts(wide):
+    x, ids = wide(0, 9, 16), torch.randint(0, 4, (9, 2), generator=torch.Generator().manual_seed(1))
+    gate_up, down, weights = wide(1, 4, 24, 16), wide(2, 4, 16, 12), wide(3, 9, 2)
+    rows, place, offsets = moe_permute(x, ids, 4)
+    assert torch.equal(rows[place], x[:, None].expand(9, 2, 16))
+    hidden = silu_and_mul(grouped_linear(rows, gate_up, offsets))
+    outputs = grouped_linear(hidden, down, offsets, out_dtype=torch.float32)
+    combined = moe_combine(outputs, weights, place, x.dtype)
+    assert torch.equal(combined, moe_experts(x, gate_up, down, weights, ids))
+
+
+def test_the_gradient_of_permute_and_combine_flows_in_slot_order(wide):
+    x, weights = wide(0, 5, 8).requires_grad_(), wide(1, 5, 3).requires_grad_()
+    ids = torch.tensor([[0, 1, 2]] * 5)
+    rows, place, _ = moe_permute(x, ids, 3)
+    moe_combine(rows, weights, place, torch.float32).backward(torch.ones(5, 8))
+    assert torch.allclose(weights.grad, x.detach().sum(-1, keepdim=True).expand(5, 3), atol=1e-4)
+    total = weights.detach().sum(-1, keepdim=True).expand(5, 8)
+    assert torch.allclose(x.grad, total, atol=1e-4)
+
+
+def test_permute_and_combine_refuse_what_does_not_fit(wide):
+    x, ids = wide(0, 2, 4), torch.tensor([[0], [7]])
+    with pytest.raises(InvalidInputError, match="ids must be from 0 to 3"):
+        moe_permute(x, ids, 4)
+    with pytest.raises(InvalidInputError, match="place must lie in"):
+        moe_combine(x, torch.ones(2, 1), torch.tensor([[0], [2]]), torch.float32)
+    with pytest.raises(UnsupportedError, match="weights must be float32"):
+        moe_combine(x, torch.ones(2, 1).half(), torch.tensor([[0], [1]]), torch.float32)

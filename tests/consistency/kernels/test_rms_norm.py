@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consistency.errors import InvalidInputError, UnsupportedError
-from consistency.kernels import rms_norm
+from consistency.kernels import add_rms_norm, rms_norm
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 EPS = 1e-5
@@ -165,3 +165,27 @@ def test_bad_arguments_are_named(x, weight, eps, message):
 def test_float64_is_refused():
     with pytest.raises(UnsupportedError, match="float64"):
         rms_norm(torch.ones(2, 3, dtype=torch.float64), torch.ones(3), EPS)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_rms_norm_has_the_bits_of_its_two_steps(wide, dtype, zero_centered):
+    x, residual = wide(0, 9, 130, dtype=dtype), wide(1, 9, 130, dtype=dtype)
+    weight, grads = wide(2, 130, dtype=dtype), (wide(3, 9, 130), wide(4, 9, 130))
+    leaves = [t.clone().requires_grad_() for t in (x, residual, weight)]
+    results = add_rms_norm(leaves[0], leaves[1], leaves[2], 1e-6, zero_centered=zero_centered)
+    torch.autograd.backward(results, [g.to(dtype) for g in grads])
+    total = x + residual
+    assert torch.equal(results[1], total)
+    assert torch.equal(results[0], rms_norm(total, weight, 1e-6, zero_centered=zero_centered))
+    part = add_rms_norm(x[3:5], residual[3:5], weight, 1e-6, zero_centered=zero_centered)
+    assert torch.equal(part[0], results[0][3:5])
+    assert torch.equal(leaves[0].grad, leaves[1].grad)
+
+
+def test_add_rms_norm_refuses_a_residual_of_another_kind(wide):
+    x, weight = wide(0, 2, 4), wide(1, 4)
+    with pytest.raises(InvalidInputError, match="residual must have shape"):
+        add_rms_norm(x, x[:1], weight, 1e-6)
+    with pytest.raises(InvalidInputError, match="residual must have the dtype of x"):
+        add_rms_norm(x, x.half(), weight, 1e-6)
