@@ -30,6 +30,7 @@ from weightplane.errors import (
 from weightplane.events import Connection, EventKind, SubscriberEvent
 from weightplane.layout import Layout, Shard, TensorSpec
 from weightplane.publisher import Publisher
+from weightplane.relay import Relay
 from weightplane.reports import Delivery, PeerState, PeerStatus, Publication
 from weightplane.subscriber import Subscriber, SubscriberStatus
 from weightplane.swap import Swap
@@ -55,6 +56,7 @@ __all__ = [
     "SubscriberEvent",
     "EventKind",
     "Connection",
+    "Relay",
     "Swap",
     "Channel",
     "channel_pair",

@@ -51,6 +51,17 @@ class Refused(_Struct, frozen=True, tag="refused"):
     reason: str
 
 
+class DeltaOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the delta against the version with manifest ``base`` lies: behind the state, in the
+    same slot. ``digest`` is xxh3_128 of its bytes.
+    """
+
+    base: str
+    offset: int
+    byte_count: int
+    digest: bytes
+
+
 class Announce(_Struct, frozen=True, tag="announce"):
     """Publisher to subscriber: a version can be read from ``slot`` until you answer.
 
@@ -65,6 +76,7 @@ class Announce(_Struct, frozen=True, tag="announce"):
     announced_at: float
     slot: int
     digests: bytes
+    delta: DeltaOffer | None
 
 
 class Progress(_Struct, frozen=True, tag="progress"):

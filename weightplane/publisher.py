@@ -35,7 +35,7 @@ from weightplane.p2p.shm import ShmTransport
 from weightplane.peer import Peer
 from weightplane.reactor import Reactor
 from weightplane.reports import PeerState, PeerStatus, Publication
-from weightplane.slots import Readable, SlotTable
+from weightplane.slots import Readable, SlotTable, slot_bytes
 from weightplane.version import VersionLedger, WeightVersion, check_number
 
 
@@ -50,7 +50,13 @@ class Publisher:
             progress of whoever is waited for, whichever is later, so a slow subscriber that moves
             never trips it, however large the model.
         keep: how many publications `report` remembers.
-        transport: how bytes move; shared memory by default. The publisher closes it.
+        transport: how bytes move; shared memory by default. The publisher closes it. Slots may be
+            longer than the layout: see ``deltas``.
+        deltas: also offer each version as an exact delta against the one before, where that is less
+            than a quarter of its bytes; subscribers that hold the base take the delta. It costs a
+            comparison of both versions, which pays between machines; off by default, because over
+            shared memory the full copy is faster. Needs slots of `slot_bytes` (layout, True), and
+            two of them.
 
     Raises:
         LayoutError: the layout holds parts of tensors.
@@ -65,6 +71,7 @@ class Publisher:
         stall_seconds: float = 60.0,
         keep: int = 64,
         transport: Transport | None = None,
+        deltas: bool = False,
     ) -> None:
         if not layout.is_whole:
             raise LayoutError("a publisher needs a layout that holds every tensor whole, once")
@@ -73,8 +80,15 @@ class Publisher:
         self._layout = layout
         self._stall_seconds = stall_seconds
         self._keep = keep
-        self._transport = transport or ShmTransport(layout.size, slots)
-        self._slots = SlotTable(layout, self._transport)
+        needed = slot_bytes(layout, deltas)
+        self._transport = transport or ShmTransport(needed, slots)
+        if self._transport.offer.slot_bytes < needed:
+            self._transport.close()
+            raise InvalidArgumentError(
+                f"the transport has slots of {self._transport.offer.slot_bytes} bytes; "
+                f"{'deltas' if deltas else 'the layout'} need {needed}"
+            )
+        self._slots = SlotTable(layout, self._transport, deltas)
         self._ledger = VersionLedger(keep)
         self._publications: dict[int, Publication] = {}
         self._publishing = False
@@ -119,9 +133,7 @@ class Publisher:
             self._peers.append(Peer(channel, self._layout, self._transport.offer))
             self._reactor.add(channel)
 
-    def publish(
-        self, state: Mapping[str, torch.Tensor], number: int, base: str | None = None
-    ) -> WeightVersion:
+    def publish(self, state: Mapping[str, torch.Tensor], number: int) -> WeightVersion:
         """Copy ``state`` and announce it as version ``number`` to every subscriber.
 
         The state is copied before this returns. Subscribers are waited for only when every slot is
@@ -130,7 +142,6 @@ class Publisher:
         Args:
             state: exactly the tensors of the layout; any strides, any device.
             number: greater than every number before.
-            base: manifest digest of the version that ``state`` is a delta against.
 
         Raises:
             LayoutError: tensors are missing, extra, or of another shape or dtype; nothing was sent.
@@ -144,19 +155,20 @@ class Publisher:
         index = self._claim_slot(number)
         waited = time.monotonic() - checked
         try:
-            manifest, transfer = self._slots.write(index, state)
+            manifest, transfer, delta = self._slots.write(index, state)
         except BaseException:
             with self._changed:
                 self._slots.release(index)
                 self._publishing = False
             raise
+        base = None if delta is None else delta.base
         version = WeightVersion(number, base, manifest.digest, time.time())
         with self._changed:
             self._publishing = False
             self._require_open()
             announced = time.monotonic()
             self._ledger.announce(version, announced)
-            self._slots.fill(Readable(version, manifest, index))
+            self._slots.fill(Readable(version, manifest, index, delta))
             self._publications[number] = Publication(
                 version, announced, announced - begun, waited, transfer
             )
@@ -338,6 +350,7 @@ class Publisher:
                 announced_at=publication.announced_at,
                 slot=newest.slot,
                 digests=newest.manifest.pack(),
+                delta=newest.delta,
             ),
         )
         self._reactor.flush(peer.channel)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from weightplane.channel import Channel, Received
 from weightplane.digest import DIGEST_BYTES, Manifest
@@ -18,17 +20,21 @@ from weightplane.errors import (
     LayoutMismatchError,
     PublisherGoneError,
     StalledError,
+    TransferError,
     WeightPlaneError,
 )
+from weightplane.fetch import fetch
 from weightplane.layout import Layout
 from weightplane.memory import BufferPool, StagingBuffer
 from weightplane.messages import PROTOCOL, Announce, Goodbye, Hello, Progress, Refused, Welcome
 from weightplane.p2p import Offer, Reader
 from weightplane.store import VersionStore
 from weightplane.swap import Held
-from weightplane.transfer import cut_into_runs, read_verified
+from weightplane.transfer import cut_into_runs
 from weightplane.version import WeightVersion
 from weightplane.wakeup import Wakeup
+
+logger = logging.getLogger("weightplane")
 
 PROGRESS_SECONDS = 0.25
 """How often a long staging tells the publisher that it moves."""
@@ -36,6 +42,15 @@ PROGRESS_SECONDS = 0.25
 _POLL_SECONDS = 0.01
 """How often to look whether the owner let go of a buffer. A buffer is let go by reference counting,
 in any thread at any moment, where taking a lock to notify somebody could deadlock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The verified beginning of a version that a lost source did not finish."""
+
+    manifest: str
+    buffer: StagingBuffer
+    verified: int
 
 
 class Stager:
@@ -51,6 +66,7 @@ class Stager:
         readers: how to open each transport.
         warm_buffers: how many buffers to have ready, so that staging pays no first touch.
         buffer_wait_seconds: how long a version waits for the owner to let go of old tensors.
+        partial: what the stager before this one had of a version when its source was lost.
     """
 
     def __init__(
@@ -65,6 +81,7 @@ class Stager:
         readers: Mapping[str, Callable[[Offer], Reader]],
         warm_buffers: int,
         buffer_wait_seconds: float,
+        partial: Partial | None = None,
     ) -> None:
         self._channel = channel
         self._layout = layout
@@ -76,10 +93,12 @@ class Stager:
         self._warm_buffers = warm_buffers
         self._buffer_wait_seconds = buffer_wait_seconds
         self._runs = cut_into_runs(layout)
+        self._partial = partial
         self._reader: Reader | None = None
         self._slots = 0
         self._registered = 0
         self._progress_at = 0.0
+        self._done = 0
         self._stop = threading.Event()
         # A daemon, so that an owner that crashes before close() does not hang at exit.
         self._thread = threading.Thread(target=self._run, name=f"weightplane-{name}", daemon=True)
@@ -212,23 +231,62 @@ class Stager:
             raise ChannelError(f"the publisher announces slot {announce.slot} of {self._slots}")
         number = announce.number
         version = WeightVersion(number, announce.base, announce.manifest, announce.created)
-        self._store.announce(version, announce.announced_at)
+        if not self._store.announce(version, announce.announced_at):
+            return
         buffer: StagingBuffer | None = None
+        self._done = verified = 0
         try:
             manifest = self._manifest(announce)
-            buffer = self._obtain_buffer(number)
+            buffer, verified = self._resume(manifest)
+            if buffer is None:
+                buffer = self._obtain_buffer(number)
             self._register_buffers(reader)
-            transfer = read_verified(
-                reader, announce.slot, manifest, self._runs, buffer.bytes, self._on_progress(number)
+            # Held on to while its bytes are read, so that its buffer is not reused.
+            base = None if announce.delta is None else self._store.find(announce.delta.base)
+            transfer = fetch(
+                reader,
+                announce,
+                manifest,
+                self._runs,
+                buffer.bytes,
+                None if base is None else base.buffer.bytes,
+                self._on_progress(number),
+                verified,
             )
             tensors = self._layout.views(buffer.lease())
             self._store.put(Held(version, manifest, buffer, tensors), transfer)
         except BaseException as error:
-            if buffer is not None:
+            if isinstance(error, TransferError) and buffer is not None:
+                self._keep_partial(announce.manifest, buffer, verified)
+            elif buffer is not None:
                 self._pool.give_back(buffer)
             self._store.abort(number, str(error) or repr(error))
             if not isinstance(error, WeightPlaneError):
                 raise
+
+    @property
+    def partial(self) -> Partial | None:
+        """What this stager had of a version when its source was lost; to be read after its end."""
+        return self._partial
+
+    def _keep_partial(self, manifest: str, buffer: StagingBuffer, verified: int) -> None:
+        """Keep what was verified: up to the last run at whose end a tensor ends."""
+        ends = [run.stop for run in self._runs if run.parts[-1].last and run.stop <= self._done]
+        self._partial = Partial(manifest, buffer, max([verified, *ends]))
+
+    def _resume(self, manifest: Manifest) -> tuple[StagingBuffer | None, int]:
+        """The buffer and the verified bytes of an earlier attempt at the same weights."""
+        partial, self._partial = self._partial, None
+        if partial is None:
+            return None, 0
+        if partial.manifest != manifest.digest:
+            self._pool.give_back(partial.buffer)
+            return None, 0
+        logger.warning(
+            "a version that another source began is finished here: %d of %d bytes are verified",
+            partial.verified, self._layout.size,
+        )  # fmt: skip
+        return partial.buffer, partial.verified
 
     def _register_buffers(self, reader: Reader) -> None:
         """Register the buffers that were made since the last call; the pool never frees one."""
@@ -273,6 +331,7 @@ class Stager:
         self._progress_at = time.monotonic()
 
         def report(byte_count: int) -> None:
+            self._done = byte_count
             if self._stop.is_set():
                 raise ClosedError("the subscriber was closed")
             now = time.monotonic()

@@ -22,27 +22,33 @@ from weightplane.events import Connection, EventKind, SubscriberEvent
 from weightplane.memory import BufferPool
 from weightplane.messages import Aborted, Committed, Message, Retired, Staged
 from weightplane.swap import Held, Invalidate, Swap
-from weightplane.version import Transfer, VersionLedger, VersionRecord, WeightVersion
+from weightplane.version import (
+    Transfer,
+    VersionLedger,
+    VersionRecord,
+    VersionState,
+    WeightVersion,
+)
 from weightplane.wakeup import Wakeup
 
 
 class VersionStore:
     """Staged, active and retained versions of one subscriber. Thread-safe.
 
+    ``outbox_wakeup`` is set when a swap has put messages in the outbox; it changes with the thread
+    that sends them.
+
     Args:
         pool: where buffers go back to.
         retain: previous versions to keep for a rollback.
         stage_ahead: most versions that may be staged and uncommitted.
-        outbox_wakeup: set when a swap has put messages in the outbox.
     """
 
-    def __init__(
-        self, pool: BufferPool, retain: int, stage_ahead: int, outbox_wakeup: Wakeup
-    ) -> None:
+    def __init__(self, pool: BufferPool, retain: int, stage_ahead: int) -> None:
         self._pool = pool
         self._retain = retain
         self._stage_ahead = stage_ahead
-        self._outbox_wakeup = outbox_wakeup
+        self.outbox_wakeup: Wakeup | None = None
         self._ledger = VersionLedger()
         self._staged: dict[int, Held] = {}
         self._active: Held | None = None
@@ -153,7 +159,7 @@ class VersionStore:
             self._ledger.commit(number, now - begun, now)
             self._send(Committed(number, now, now - begun))
         # After the lock: the sender would only wake to wait for it.
-        self._outbox_wakeup.set()
+        self._wake_sender()
         return Swap.between(target, previous, invalidated, now - begun)
 
     def rollback(self) -> Swap:
@@ -170,15 +176,40 @@ class VersionStore:
             if previous is not None:
                 self._retire(previous, f"rolled back to weight version {target.version.number}")
             pause_seconds = time.monotonic() - begun
-        self._outbox_wakeup.set()
+        self._wake_sender()
         return Swap.between(target, previous, invalidated, pause_seconds)
 
     # -- the staging thread's side -----------------------------------------------------------------
 
-    def announce(self, version: WeightVersion, at: float) -> None:
-        """The publisher offers a version."""
+    def announce(self, version: WeightVersion, at: float) -> bool:
+        """A publisher offers a version; returns whether it has to be fetched.
+
+        One that is held here already, because another source delivered it, is reported as staged.
+        """
         with self._changed:
-            self._ledger.announce(version, at)
+            record = self._ledger.reannounce(version, at)
+            if record.state is VersionState.ANNOUNCED:
+                return True
+            now = time.monotonic()
+            self._send(Staged(version.number, now, 0, 0.0, 0.0))
+            if record.state is VersionState.COMMITTED:
+                self._send(Committed(version.number, now, record.pause_seconds or 0.0))
+            return False
+
+    def find(self, manifest: str) -> Held | None:
+        """The version with that manifest digest, if it is held here in any state."""
+        with self._changed:
+            candidates = [*self._staged.values(), *self._retained]
+            if self._active is not None:
+                candidates.append(self._active)
+            return next((held for held in candidates if held.manifest.digest == manifest), None)
+
+    def reconnecting(self) -> None:
+        """A new source takes the place of the one that was lost."""
+        with self._changed:
+            self._require_open()
+            self._connection, self._loss = Connection.CONNECTING, None
+            self._outbox.clear()
 
     def make_room(self) -> None:
         """Retire the oldest staged version if another one would be too many."""
@@ -306,6 +337,10 @@ class VersionStore:
                 ) from error
             names.append(name)
         return target, tuple(names)
+
+    def _wake_sender(self) -> None:
+        if self.outbox_wakeup is not None:
+            self.outbox_wakeup.set()
 
     def _retire(self, held: Held, reason: str) -> None:
         self._ledger.retire(held.version.number, reason)

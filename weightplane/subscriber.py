@@ -27,7 +27,7 @@ from weightplane.layout import Layout
 from weightplane.memory import BufferPool
 from weightplane.p2p import Offer, Reader
 from weightplane.p2p.readers import READERS
-from weightplane.stager import Stager
+from weightplane.stager import Partial, Stager
 from weightplane.store import VersionStore
 from weightplane.swap import Invalidate, Swap
 from weightplane.transfer import verify_held
@@ -97,19 +97,12 @@ class Subscriber:
             raise InvalidArgumentError(f"stage_ahead is {stage_ahead}; use 1 or more")
         self._layout = layout
         self._pool = BufferPool(layout.size, limit=1 + retain + stage_ahead)
-        outbox_wakeup = Wakeup()
-        self._store = VersionStore(self._pool, retain, stage_ahead, outbox_wakeup)
-        self._stager = Stager(
-            channel,
-            layout,
-            self._store,
-            self._pool,
-            outbox_wakeup,
-            name=f"process-{os.getpid()}" if name is None else name,
-            readers=readers,
-            warm_buffers=2 + retain,
-            buffer_wait_seconds=buffer_wait_seconds,
-        )
+        self._store = VersionStore(self._pool, retain, stage_ahead)
+        self._name = f"process-{os.getpid()}" if name is None else name
+        self._readers = readers
+        self._warm_buffers = 2 + retain
+        self._buffer_wait_seconds = buffer_wait_seconds
+        self._stager = self._start_stager(channel, None)
 
     def __enter__(self) -> Subscriber:
         return self
@@ -144,6 +137,36 @@ class Subscriber:
         if held is None:
             raise VersionError("no weight version is active: commit one first")
         return MappingProxyType(held.tensors)
+
+    def reattach(self, channel: Channel, timeout: float = 5.0) -> None:
+        """Go on with another source, after the connection was lost or to leave a living one.
+
+        What is active, staged and retained here stays. A version that the old source had begun is
+        finished from the new one where it stopped, if both offer the same weights under its number.
+
+        Raises:
+            StalledError: the old staging thread did not end within ``timeout`` seconds.
+            ClosedError: the subscriber is closed.
+        """
+        self._stager.close(timeout)
+        self._store.reconnecting()
+        self._stager = self._start_stager(channel, self._stager.partial)
+
+    def _start_stager(self, channel: Channel, partial: Partial | None) -> Stager:
+        outbox_wakeup = Wakeup()
+        self._store.outbox_wakeup = outbox_wakeup
+        return Stager(
+            channel,
+            self._layout,
+            self._store,
+            self._pool,
+            outbox_wakeup,
+            name=self._name,
+            readers=self._readers,
+            warm_buffers=self._warm_buffers,
+            buffer_wait_seconds=self._buffer_wait_seconds,
+            partial=partial,
+        )
 
     def staged(self) -> WeightVersion | None:
         """The newest version that can be committed now, or None. Takes microseconds."""

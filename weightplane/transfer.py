@@ -9,6 +9,7 @@ tensor.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,8 +24,13 @@ from weightplane.layout import Layout
 from weightplane.p2p import Reader
 from weightplane.version import Transfer
 
+logger = logging.getLogger("weightplane")
+
 WRITE_BYTES = 1 << 20
 """Bytes the publisher copies before it digests them: half a usual L2 cache or more."""
+
+REFETCHES = 2
+"""How often a tensor that arrived damaged is read again before its version is given up."""
 
 RUN_BYTES = 8 << 20
 """Bytes the subscriber copies before it digests them: well inside a usual last-level cache."""
@@ -128,6 +134,7 @@ def read_verified(
     runs: tuple[Run, ...],
     destination: memoryview,
     on_progress: Callable[[int], None],
+    verified: int = 0,
 ) -> Transfer:
     """Copy a slot into ``destination`` and verify every tensor of the copy.
 
@@ -138,25 +145,58 @@ def read_verified(
         runs: ``cut_into_runs(manifest.layout)``.
         destination: writable bytes, uint8 [layout.size]; holds nothing of use after an exception.
         on_progress: called after every run with the bytes done; may raise to stop.
+        verified: bytes at the start of ``destination`` that are verified already, the end of a run
+            where a tensor ends.
+
+    A tensor that does not match its digest is read again, up to `REFETCHES` times: a chunk that was
+    corrupted, cut short, repeated or put in another's place costs its tensor, not the version.
 
     Raises:
         DigestMismatchError: a tensor differs from its digest; the message names it.
     """
     copy_seconds = verify_seconds = 0.0
     hasher = xxhash.xxh3_128()
+    moved = 0
     for run in runs:
+        if run.stop <= verified:
+            continue
         begun = time.perf_counter()
         reader.read(slot, run.start, destination[run.start : run.stop])
         copied = time.perf_counter()
         for part in run.parts:
             hasher.update(destination[part.start : part.stop])
             if part.last:
-                _check_digest(manifest, part.index, hasher.digest())
+                if hasher.digest() != manifest.digests[part.index]:
+                    _read_again(reader, slot, manifest, part.index, destination)
                 hasher.reset()
+            moved += part.stop - part.start
         copy_seconds += copied - begun
         verify_seconds += time.perf_counter() - copied
         on_progress(run.stop)
-    return Transfer(manifest.layout.byte_count, copy_seconds, verify_seconds)
+    return Transfer(moved, copy_seconds, verify_seconds)
+
+
+def _read_again(
+    reader: Reader, slot: int, manifest: Manifest, index: int, destination: memoryview
+) -> None:
+    """Fetch one tensor until it matches its digest.
+
+    Raises:
+        DigestMismatchError: it never did.
+    """
+    shard = manifest.layout.shards[index]
+    place = destination[shard.offset : shard.offset + manifest.layout.shard_bytes(shard)]
+    for attempt in range(1, REFETCHES + 1):
+        logger.warning(
+            "tensor %r arrived corrupt or torn and is read again (%d of %d)",
+            shard.tensor, attempt, REFETCHES,
+        )  # fmt: skip
+        reader.read(slot, shard.offset, place)
+        actual = xxhash.xxh3_128_digest(place)
+        if actual == manifest.digests[index]:
+            return
+        if attempt == REFETCHES:
+            check_digest(manifest, index, actual)
 
 
 def verify_held(manifest: Manifest, buffer: memoryview) -> None:
@@ -167,10 +207,10 @@ def verify_held(manifest: Manifest, buffer: memoryview) -> None:
     """
     for index, shard in enumerate(manifest.layout.shards):
         end = shard.offset + manifest.layout.shard_bytes(shard)
-        _check_digest(manifest, index, xxhash.xxh3_128_digest(buffer[shard.offset : end]))
+        check_digest(manifest, index, xxhash.xxh3_128_digest(buffer[shard.offset : end]))
 
 
-def _check_digest(manifest: Manifest, index: int, actual: bytes) -> None:
+def check_digest(manifest: Manifest, index: int, actual: bytes) -> None:
     """Raise `DigestMismatchError` unless tensor ``index`` of the manifest has digest ``actual``."""
     expected = manifest.digests[index]
     if actual != expected:

@@ -128,6 +128,28 @@ class VersionLedger:
         """The greatest number ever announced, or None."""
         return self._latest
 
+    def reannounce(self, version: WeightVersion, at: float | None = None) -> VersionRecord:
+        """Enter a version that another source offers, after the first one failed.
+
+        What is staged or committed already stays so; what was aborted or retired is announced
+        again. A number still never stands for two sets of weights.
+
+        Raises:
+            VersionError: the number was used for another manifest, or is old and forgotten.
+        """
+        known = self._records.get(version.number)
+        if known is None or self._latest is None or version.number > self._latest:
+            return self.announce(version, at)
+        if known.version.manifest != version.manifest:
+            raise VersionError(
+                f"weight version {version.number} has manifest {version.manifest} at this source, "
+                f"it had {known.version.manifest} before: one number stands for one set of weights"
+            )
+        if known.state in (VersionState.STAGED, VersionState.COMMITTED):
+            return known
+        stamp = time.monotonic() if at is None else at
+        return self._store(VersionRecord(version, VersionState.ANNOUNCED, stamp))
+
     def check_next(self, number: int) -> None:
         """Raise `VersionError` unless ``number`` is greater than every number announced so far."""
         check_number(number)

@@ -14,11 +14,20 @@ from hypothesis import strategies as st
 
 from weightplane.channel import MAX_DESCRIPTORS, Channel, channel_pair
 from weightplane.errors import ChannelClosedError, ChannelError, InvalidArgumentError, StalledError
-from weightplane.messages import Aborted, Announce, Goodbye, Progress, Refused, Staged, Welcome
+from weightplane.messages import (
+    Aborted,
+    Announce,
+    DeltaOffer,
+    Goodbye,
+    Progress,
+    Refused,
+    Staged,
+    Welcome,
+)
 
 MESSAGES = [
     Welcome(1, "digest", 7, "shm", 2, 4096, b"endpoint"),
-    Announce(3, None, "manifest", 1.5, 2.5, 1, bytes(32)),
+    Announce(3, None, "manifest", 1.5, 2.5, 1, bytes(32), DeltaOffer("b", 64, 9, bytes(16))),
     Progress(3, 1 << 40),
     Staged(3, 1.0, 10, 0.1, 0.2),
     Aborted(3, "torn: \N{SNOWMAN}"),

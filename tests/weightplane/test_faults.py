@@ -324,6 +324,7 @@ def announce(manifest: Manifest, /, **changes) -> Announce:
         "announced_at": 0.0,
         "slot": 0,
         "digests": manifest.pack(),
+        "delta": None,
         **changes,
     }
     return Announce(**fields)

@@ -160,7 +160,6 @@ def test_copying_and_digesting_leave_the_interpreter_to_other_threads():
             now = time.perf_counter()
             gap, last = max(gap, now - last), now
         thread.join()
-        assert transfers[0].copy_seconds > 0.008
-        assert transfers[0].verify_seconds > 0.008
-        longest.append(gap)
-    assert min(longest) < 0.006
+        longest.append(gap / (transfers[0].copy_seconds + transfers[0].verify_seconds))
+    # A copy or a digest that kept the lock would be half of the whole in one piece.
+    assert min(longest) < 0.4
