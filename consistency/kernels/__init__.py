@@ -12,6 +12,7 @@ from consistency.kernels.linear import join_partials, linear, row_parallel_parti
 from consistency.kernels.lm_head import lm_head_logits, lm_head_logprob, token_logprob
 from consistency.kernels.matmul import addmm, bmm, matmul
 from consistency.kernels.moe import moe_combine, moe_experts, moe_permute
+from consistency.kernels.mxfp4 import mxfp4_grouped_linear, mxfp4_linear, mxfp4_moe_experts
 from consistency.kernels.reductions import mean, sum
 from consistency.kernels.rms_norm import add_rms_norm, rms_norm
 from consistency.kernels.rotary import rotary, rotary_table
@@ -44,6 +45,9 @@ __all__ = [
     "moe_combine",
     "moe_experts",
     "moe_permute",
+    "mxfp4_grouped_linear",
+    "mxfp4_linear",
+    "mxfp4_moe_experts",
     "rms_norm",
     "rotary",
     "rotary_table",

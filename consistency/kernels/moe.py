@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from consistency.kernels._dispatch import one_device
 from consistency.kernels.grouped import grouped_linear
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 from consistency.kernels.silu_and_mul import silu_and_mul
+
+GroupedProduct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _sort_kernel = Kernel("lockstep_expert_sort", POINTER, INT64, INT64, POINTER, POINTER, POINTER)
 _dispatch_kernel = Kernel(
@@ -73,14 +76,43 @@ def moe_experts(
         outputs are combined in slot order by fused multiply-adds in fp32, with one rounding. The
         order of tokens among an expert's rows changes no bit, so neither does the batch.
     """
-    tokens, slots = _check(x, gate_up, down, weights, ids)
-    place, offsets = _sort_by_expert(ids.contiguous(), gate_up.shape[0])
-    rows = _Dispatch.apply(x, place, slots)
-    hidden = silu_and_mul(grouped_linear(rows, gate_up, offsets, tp_invariant=tp_invariant))
-    outputs = grouped_linear(
-        hidden, down, offsets, out_dtype=torch.float32, tp_invariant=tp_invariant
+    require_float("gate_up", gate_up, 3)
+    require_float("down", down, 3)
+    return routed_experts(
+        x,
+        weights,
+        ids,
+        gate_up.shape,
+        down.shape,
+        lambda rows, offsets: grouped_linear(rows, gate_up, offsets, tp_invariant=tp_invariant),
+        lambda hidden, offsets: grouped_linear(
+            hidden, down, offsets, out_dtype=torch.float32, tp_invariant=tp_invariant
+        ),
     )
-    return _Combine.apply(outputs, weights, place, x.dtype).view(tokens, x.shape[1])
+
+
+def routed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up_shape: Sequence[int],
+    down_shape: Sequence[int],
+    gate_up: GroupedProduct,
+    down: GroupedProduct,
+) -> torch.Tensor:
+    """`moe_experts` for any pair of grouped products of the given weight shapes.
+
+    Args:
+        x, weights, ids: as in `moe_experts`.
+        gate_up_shape, down_shape: [E, 2 I, H] and [E, H, I].
+        gate_up: rows [R, H] and offsets [E + 1] to [R, 2 I], in the dtype of the rows.
+        down: rows [R, I] and offsets to [R, H], float32.
+    """
+    _check(x, gate_up_shape, down_shape, weights, ids)
+    place, offsets = _sort_by_expert(ids.contiguous(), gate_up_shape[0])
+    rows = _Dispatch.apply(x, place, weights.shape[1])
+    outputs = down(silu_and_mul(gate_up(rows, offsets)), offsets)
+    return _Combine.apply(outputs, weights, place, x.dtype).view(x.shape)
 
 
 @one_device
@@ -148,26 +180,27 @@ def moe_combine(
 
 def _check(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Sequence[int],
+    down: Sequence[int],
     weights: torch.Tensor,
     ids: torch.Tensor,
-) -> tuple[int, int]:
+) -> None:
     require_float("x", x, 2)
-    require_float("gate_up", gate_up, 3)
-    require_float("down", down, 3)
     require_float("weights", weights, 2)
     require_integer("ids", ids, 2)
-    experts, twice, width = gate_up.shape
+    experts, twice, width = gate_up
     if twice % 2:
-        raise InvalidInputError(f"gate_up must have an even shape[1], got {tuple(gate_up.shape)}")
+        raise InvalidInputError(f"gate_up must have an even shape[1], got {tuple(gate_up)}")
     require_shape("x", x, (x.shape[0], width), "tokens, the input width of gate_up")
-    require_shape("down", down, (experts, width, twice // 2), "the transpose of half of gate_up")
+    if tuple(down) != (experts, width, twice // 2):
+        raise InvalidInputError(
+            f"down must have shape {(experts, width, twice // 2)} (the transpose of half of "
+            f"gate_up), got {tuple(down)}"
+        )
     require_shape("weights", weights, (x.shape[0], weights.shape[1]), "tokens, slots")
     require_shape("ids", ids, weights.shape, "that of weights")
     if weights.dtype != torch.float32:
         raise UnsupportedError(f"weights must be float32 (see route), got {weights.dtype}")
-    return weights.shape[0], weights.shape[1]
 
 
 def _sort_by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,17 +6,35 @@ It computes with `consistency.kernels`, so it is imported on its own, not by ``i
 from __future__ import annotations
 
 from consistency.quant.formats import BLOCK, BlockFormat, ScaleRule
+from consistency.quant.linear import (
+    quantise_modules,
+    quantised_linear,
+    quantised_moe_experts,
+    restore_modules,
+    target_weights,
+)
 from consistency.quant.mxfp4 import PackedTensor, pack, pack_with_scales, qdq, unpack
+from consistency.quant.qdq import FakeQuant, fake_quantise
 from consistency.quant.settings import QuantSettings
+from consistency.quant.shards import BlockShard, shard_blocks
 
 __all__ = [
     "BLOCK",
     "BlockFormat",
+    "BlockShard",
+    "FakeQuant",
     "PackedTensor",
     "QuantSettings",
     "ScaleRule",
+    "fake_quantise",
     "pack",
     "pack_with_scales",
     "qdq",
+    "quantise_modules",
+    "quantised_linear",
+    "quantised_moe_experts",
+    "restore_modules",
+    "shard_blocks",
+    "target_weights",
     "unpack",
 ]

@@ -18,8 +18,8 @@ _WHOLE_MANTISSA = (1 << _MANTISSA_BITS_OF_FP32) - 1
 class BlockFormat(Enum):
     """What the elements of a block are stored as.
 
-    MXFP4 holds E2M1 codes, two per byte, the even index in the low nibble: 0, .5, 1, 1.5, 2, 3, 4, 6
-    and their negatives. MXFP8 holds E4M3 codes without infinities, up to 448.
+    MXFP4 holds E2M1 codes, two per byte, the even index in the low nibble: 0, .5, 1, 1.5, 2, 3, 4,
+    6 and their negatives. MXFP8 holds E4M3 codes without infinities, up to 448.
     """
 
     MXFP4 = "mxfp4"
@@ -60,7 +60,7 @@ class BlockFormat(Enum):
 class ScaleRule(Enum):
     """How the scale byte follows from the largest magnitude of a block.
 
-    All rules are ``((bits + carry) >> 23) - largest_exponent`` on the bits of the magnitude as fp32,
+    All rules are ``((bits + carry) >> 23) - largest_exponent`` on the fp32 bits of the magnitude,
     clamped to `BlockFormat.scale_range`; they differ in the carry alone.
 
     FLOOR drops the mantissa (OCP). EVEN rounds the magnitude to the element's precision first.

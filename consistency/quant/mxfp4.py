@@ -191,8 +191,9 @@ def _checked(x: torch.Tensor, settings: QuantSettings, axis: int, name: str) -> 
         )
         raise UnsupportedError(f"{name} has dtype {x.dtype}; {hint}")
     if x.dim() == 0:
-        raise InvalidInputError(f"{name} is a scalar: only tensors with a contraction axis have "
-                                "blocks")
+        raise InvalidInputError(
+            f"{name} is a scalar: only tensors with a contraction axis have blocks"
+        )
     if axis not in (-1, x.dim() - 1):
         raise InvalidInputError(
             f"{name} has contraction axis {axis} of shape {tuple(x.shape)}: blocks lie along the "

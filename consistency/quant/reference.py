@@ -22,9 +22,7 @@ def reference_scales(x: torch.Tensor, settings: QuantSettings) -> torch.Tensor:
     return byte.clamp(*settings.format.scale_range).to(torch.int32)
 
 
-def reference_codes(
-    x: torch.Tensor, scales: torch.Tensor, settings: QuantSettings
-) -> torch.Tensor:
+def reference_codes(x: torch.Tensor, scales: torch.Tensor, settings: QuantSettings) -> torch.Tensor:
     """uint8 [..., K]: the element codes under scale bytes [..., K / 32], in float64.
 
     Every product and comparison is exact: float64 holds all of fp32 times all powers of two.

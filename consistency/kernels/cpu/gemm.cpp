@@ -8,6 +8,7 @@
 
 #include "ieee_mode.hpp"
 #include "microkernel.hpp"
+#include "mxfp4_panel.hpp"
 #include "scratch.hpp"
 
 namespace lockstep {
@@ -20,6 +21,8 @@ constexpr int64_t kFewestColumns = 64;
 // Steps in k for which `stream` widens its rows of A at once.
 constexpr int64_t kStreamDepth = 2048;
 constexpr int64_t kStreamStride = kStreamDepth + kLanes;
+// Columns of a packed B that `stream` unpacks at once, as bf16; off a power of two as well.
+constexpr int64_t kUnpackedStride = kStreamDepth + 2 * kLanes;
 // Multiply-adds that pay for waking a thread.
 constexpr int64_t kGrain = int64_t{1} << 18;
 constexpr int64_t kTilesPerThread = 4;
@@ -42,6 +45,11 @@ const void* at(const Operand& operand, int64_t row, int64_t column) {
 
 void pack_operand(const Operand& operand, int64_t row, int64_t column, int64_t rows,
                   int64_t columns, float* out, int64_t ld) {
+  if (operand.scales != nullptr) {
+    const auto* codes = static_cast<const uint8_t*>(operand.data);
+    unpack_panel(codes, operand.scales, operand.column_stride, row, column, rows, columns, out, ld);
+    return;
+  }
   pack(at(operand, row, column), operand.row_stride, operand.column_stride, operand.dtype, rows,
        columns, out, ld);
 }
@@ -86,27 +94,53 @@ bool streams(const Product& product) {
   return product.m <= kStreamRows && product.b.row_stride == 1 && product.n >= 8;
 }
 
+// `depth` steps of all columns, for B in memory.
+template <int kRows>
+void stream_dense(const Product& product, int64_t k, int64_t depth, int64_t column, int64_t columns,
+                  bool first, const float* a, float* sums) {
+  with_type(product.b.dtype, [&](auto type) {
+    constexpr DType kType = decltype(type)::value;
+    const auto* b = static_cast<const Element<kType>*>(at(product.b, k, column));
+    const int64_t stride = product.b.column_stride;
+    for (int64_t c = 0; c < columns; c += 8 * kGroups)
+      stream_columns<kRows, kType>(a, kStreamStride, b + c * stride, stride,
+                                   std::min(kGroups, (columns - c) / 8), depth, sums + c * kRows,
+                                   first);
+  });
+}
+
+// The same for a packed B: a group of columns at a time is unpacked into `unpacked`.
+template <int kRows>
+void stream_packed(const Product& product, int64_t k, int64_t depth, int64_t column,
+                   int64_t columns, bool first, const float* a, float* sums, uint16_t* unpacked) {
+  const auto* codes = static_cast<const uint8_t*>(product.b.data);
+  for (int64_t c = 0; c < columns; c += 8 * kGroups) {
+    const int64_t groups = std::min(kGroups, (columns - c) / 8);
+    unpack_columns(codes, product.b.scales, product.b.column_stride, k, column + c, depth,
+                   groups * 8, unpacked, kUnpackedStride);
+    stream_columns<kRows, kBFloat16>(a, kStreamStride, unpacked, kUnpackedStride, groups, depth,
+                                     sums + c * kRows, first);
+  }
+}
+
 // The same for a tile of few rows whose columns are a multiple of eight, contiguous in k.
 void streamed_tile(const Product& product, int64_t rows, int64_t column, int64_t columns,
-                   int64_t begin, int64_t end, bool fresh, float* partial, int64_t ld, float* a) {
+                   int64_t begin, int64_t end, bool fresh, float* partial, int64_t ld, float* a,
+                   uint16_t* unpacked) {
   alignas(64) float sums[kMostColumns * kStreamRows];
   for (int64_t c = 0; c < columns; ++c)
     for (int64_t r = 0; r < rows; ++r)
       sums[(c / 8 * rows + r) * 8 + c % 8] = fresh ? 0.0f : partial[r * ld + c];
   for (int64_t k = begin; k < end; k += kStreamDepth) {
     const int64_t depth = std::min(kStreamDepth, end - k);
+    const bool first = fresh && k == begin;
     pack_operand(product.a, 0, k, rows, depth, a, kStreamStride);
-    with_type(product.b.dtype, [&](auto type) {
-      constexpr DType kType = decltype(type)::value;
-      const auto* b = static_cast<const Element<kType>*>(at(product.b, k, column));
-      const int64_t stride = product.b.column_stride;
-      with_rows(rows, [&](auto count) {
-        constexpr int kRows = decltype(count)::value;
-        for (int64_t c = 0; c < columns; c += 8 * kGroups)
-          stream_columns<kRows, kType>(a, kStreamStride, b + c * stride, stride,
-                                       std::min(kGroups, (columns - c) / 8), depth,
-                                       sums + c * kRows, fresh && k == begin);
-      });
+    with_rows(rows, [&](auto count) {
+      constexpr int kRows = decltype(count)::value;
+      if (product.b.scales != nullptr)
+        stream_packed<kRows>(product, k, depth, column, columns, first, a, sums, unpacked);
+      else
+        stream_dense<kRows>(product, k, depth, column, columns, first, a, sums);
     });
   }
   for (int64_t r = 0; r < rows; ++r)
@@ -157,10 +191,15 @@ bool run_tile(const Tile& tile) {
   thread_local Scratch scratch;
   constexpr int64_t kPacked = kMostRows * kRowStride + kTilePanels * kPanel;
   static_assert(kPacked >= 8 * kStreamStride, "stream uses the same space");
-  float* a = scratch.reserve(kPacked + levels * size);
+  int64_t unpacked = 0;
+#if defined(__AVX2__)
+  // Two bf16 numbers lie in the room of one fp32 number.
+  if (product.b.scales != nullptr) unpacked = 8 * kGroups * kUnpackedStride / 2;
+#endif
+  float* a = scratch.reserve(kPacked + unpacked + levels * size);
   if (a == nullptr) return false;
   float* b = a + kMostRows * kRowStride;
-  float* stack = a + kPacked;
+  float* stack = a + kPacked + unpacked;
 
   int64_t streamed = 0;
 #if defined(__AVX2__)
@@ -183,7 +222,8 @@ bool run_tile(const Tile& tile) {
     float* partial = stack + top * size;
 #if defined(__AVX2__)
     if (streamed > 0)
-      streamed_tile(product, tile.rows, tile.column, streamed, begin, end, fresh, partial, ld, a);
+      streamed_tile(product, tile.rows, tile.column, streamed, begin, end, fresh, partial, ld, a,
+                    reinterpret_cast<uint16_t*>(a + kPacked));
 #endif
     if (streamed < tile.columns)
       packed_tile(product, tile.row, tile.rows, tile.column + streamed, tile.columns - streamed,

@@ -20,6 +20,10 @@ struct Operand {
   int64_t row_stride;
   int64_t column_stride;
   DType dtype;
+  // For the packed columns of a B in MXFP4, else null: `data` holds codes, two per byte; blocks of 32
+  // with one scale byte each lie along rows (row_stride is 1, column_stride a multiple of 32). The
+  // numbers are those of the bf16 matrix that the codes stand for.
+  const uint8_t* scales = nullptr;
 };
 
 struct Result {

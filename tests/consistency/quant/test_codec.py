@@ -41,15 +41,15 @@ def block_of(*values: float) -> torch.Tensor:
 
 
 def codes_of(packed: PackedTensor) -> list[int]:
-    return [nibble for byte in packed.codes.reshape(-1).tolist() for nibble in (byte & 15, byte >> 4)]
+    return [
+        nibble for byte in packed.codes.reshape(-1).tolist() for nibble in (byte & 15, byte >> 4)
+    ]
 
 
 VECTORS = [
     (
         [6, 0.25, -0.25, 0.75, -0.75, 1.25, -1.25, 1.75, 2.5, -2.5, 3.5, 5, -5, -0.0],
-        dict.fromkeys(
-            (ScaleRule.FLOOR, ScaleRule.EVEN, ScaleRule.RCEIL), (127, "7082a2a44c66e8")
-        ),
+        dict.fromkeys((ScaleRule.FLOOR, ScaleRule.EVEN, ScaleRule.RCEIL), (127, "7082a2a44c66e8")),
     ),
     (
         [7, 1, -3, 0.5, 5],
@@ -266,7 +266,7 @@ def test_what_cannot_be_quantised_is_refused_in_one_line():
     with pytest.raises(InvalidInputError, match="multiple of 32"):
         pack(x[:, :33], RCEIL)
     with pytest.raises(InvalidInputError, match="packed already"):
-        pack(pack(x, RCEIL), RCEIL)
+        pack(pack(x, RCEIL), RCEIL)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="packed already"):
         pack(pack(x, RCEIL).codes, RCEIL)
     with pytest.raises(UnsupportedError, match="source_dtype is float32"):
