@@ -188,6 +188,26 @@ def report(
         write_json(json_file, {"report": str(page), **run_mapping(run)})
 
 
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
+)
+def bench(
+    context: typer.Context,
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="For example sync or kernels.")],
+) -> None:
+    """Measure on this machine, peers beside us; `lockstep bench sync --help` names its options.
+
+    The measurements are programs of their own, because nothing in Lockstep may import them.
+    """
+    from integrations.cli_bench import run_bench
+
+    raise typer.Exit(run_bench(what, context.args))
+
+
 @trace.command()
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The bytes of a RoutingTrace.")],
