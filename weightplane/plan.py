@@ -241,12 +241,11 @@ class Plan:
     def _reader(self, endpoint: int) -> PartReader:
         if not 0 <= endpoint < self.endpoints:
             raise InvalidArgumentError(f"endpoint is {endpoint}; there are {self.endpoints}")
-        if endpoint < self.source.size:
-            return PartReader(self.source, self._sides.source, endpoint, self._sides.item_bytes)
-        rank = endpoint - self.source.size
-        return PartReader(
-            self.destination, self._sides.destination, rank, self._sides.item_bytes, fill=True
-        )
+        sides, sources = self._sides, self.source.size
+        if endpoint < sources:
+            return PartReader(self.source, sides, sides.source_numbers, endpoint, fill=False)
+        rank = endpoint - sources
+        return PartReader(self.destination, sides, sides.destination_numbers, rank, fill=True)
 
     def _work(
         self, reader: PartReader, hops: Integers, peers: Integers, every_copy: bool

@@ -10,8 +10,8 @@ Tensors whose slices form the same pattern (all experts of a model) are worked o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy
 
@@ -21,7 +21,17 @@ from weightplane.errors import PlanError
 from weightplane.slice_table import SliceTable
 from weightplane.unit_steps import common_steps, in_original_rows, relabelled
 
-__all__ = ["CellTable", "HolderSets", "Sides", "find_cells", "match_tensors"]
+__all__ = ["BoxTable", "CellTable", "HolderSets", "Sides", "find_cells", "match_tensors"]
+
+
+@dataclass(frozen=True)
+class BoxTable:
+    """Boxes and their holders: ``rank`` and ``tensor`` [boxes], the rest [boxes, dimensions]."""
+
+    rank: Integers
+    tensor: Integers
+    start: Integers
+    shape: Integers
 
 
 @dataclass(frozen=True)
@@ -29,13 +39,17 @@ class Sides:
     """Both sides with one numbering of tensors (the destination's) and steps of 1.
 
     Attributes:
-        source, destination: slices; ``tensor`` is the destination's number on both.
+        source, destination: all boxes, sorted by tensor; the destination's number on both sides.
+        source_numbers, destination_numbers: int64, a layout's number of a tensor -> the common one,
+            or -1.
         shapes, factors: int64 [tensors, dimensions], for `in_original_rows`.
         item_bytes: int64 [tensors].
     """
 
-    source: SliceTable
-    destination: SliceTable
+    source: BoxTable
+    destination: BoxTable
+    source_numbers: Integers
+    destination_numbers: Integers
     shapes: Integers
     factors: Integers
     item_bytes: Integers
@@ -97,6 +111,27 @@ def match_tensors(source: ClusterLayout, destination: ClusterLayout, allow_unuse
         PlanError: a tensor is missing on one side, differs in shape or dtype, or is tied on the
             destination only.
     """
+    common, number_of = _common_numbers(source, destination, allow_unused)
+    dimensions = max(source.slice_table.dimensions, destination.slice_table.dimensions)
+    shapes = numpy.ones((len(destination.tensors), dimensions), numpy.int64)
+    own = destination.item_shapes
+    shapes[:, dimensions - own.shape[1] :] = own
+    tables = [
+        replace(table, tensor=numbers[table.tensor])
+        for table, numbers in (
+            (source.slice_table.widened(dimensions), common),
+            (destination.slice_table.widened(dimensions), number_of),
+        )
+    ]
+    factors = common_steps((tables[0], tables[1]), len(shapes), dimensions)
+    boxes = [_sorted_boxes(relabelled(table, factors, shapes)) for table in tables]
+    return Sides(boxes[0], boxes[1], common, number_of, shapes, factors, destination.item_bytes)
+
+
+def _common_numbers(
+    source: ClusterLayout, destination: ClusterLayout, allow_unused: bool
+) -> tuple[Integers, Integers]:
+    """The common number of every tensor of the source (or -1) and of the destination."""
     source_ties, destination_ties = dict(source.ties), dict(destination.ties)
     source_number = {spec.name: index for index, spec in enumerate(source.tensors)}
     for alias, name in destination_ties.items():
@@ -106,50 +141,37 @@ def match_tensors(source: ClusterLayout, destination: ClusterLayout, allow_unuse
                 f"the destination ties {alias!r} to {name!r}, the source holds them apart: their "
                 "values may differ; tie them at the source or untie them at the destination"
             )
-    canonical: dict[str, int] = {}
-    common = numpy.full(len(source.tensors), -1, numpy.int64)
-    number_of = numpy.arange(len(destination.tensors))
+    common = [-1] * len(source.tensors)
+    number_of = list(range(len(destination.tensors)))
     problems: list[str] = []
     for index, spec in enumerate(destination.tensors):
-        name = source_ties.get(spec.name, spec.name)
-        number_of[index] = canonical.setdefault(name, index)
-        row = source_number.get(name)
+        row = source_number.get(source_ties.get(spec.name, spec.name))
         if row is None:
             problems.append(f"{spec.name!r} is not held by the source")
             continue
         held = source.tensors[row]
-        if (held.shape, held.dtype) != (spec.shape, spec.dtype):
+        if held.shape != spec.shape or held.dtype != spec.dtype:
             problems.append(f"{spec.name!r} is {held} at the source and {spec} at the destination")
-        common[row] = canonical[name]
-    wanted = canonical.keys() | {source_ties.get(name, name) for name in destination_ties.values()}
-    unused = [spec.name for spec in source.tensors if spec.name not in wanted]
-    if unused and not allow_unused:
-        problems += [f"{name!r} is held by the source and wanted by nobody" for name in unused]
+        if common[row] < 0:
+            common[row] = index
+        number_of[index] = common[row]
+    if not allow_unused and -1 in common:
+        wanted = {source_ties.get(name, name) for name in destination_ties.values()}
+        problems += [
+            f"{spec.name!r} is held by the source and wanted by nobody"
+            for spec, number in zip(source.tensors, common, strict=True)
+            if number < 0 and spec.name not in wanted
+        ]
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise PlanError(f"the layouts do not match: {'; '.join(problems[:5])}{more}")
-    dimensions = max(source.slice_table.dimensions, destination.slice_table.dimensions)
-    shapes = numpy.ones((len(destination.tensors), dimensions), numpy.int64)
-    own = destination.item_shapes
-    shapes[:, dimensions - own.shape[1] :] = own
-    tables: list[SliceTable] = []
-    for table, numbers in (
-        (source.slice_table.widened(dimensions), common),
-        (destination.slice_table.widened(dimensions), number_of),
-    ):
-        tensor = numbers[table.tensor]
-        rows = numpy.argsort(tensor, kind="stable")
-        rows = rows[numpy.searchsorted(tensor[rows], 0) :]
-        columns = {name: getattr(table, name)[rows] for name in table.__dataclass_fields__}
-        tables.append(SliceTable(**{**columns, "tensor": tensor[rows]}))
-    factors = common_steps((tables[0], tables[1]), len(shapes), dimensions)
-    return Sides(
-        relabelled(tables[0], factors, shapes),
-        relabelled(tables[1], factors, shapes),
-        shapes,
-        factors,
-        destination.item_bytes,
-    )
+    return numpy.array(common, numpy.int64), numpy.array(number_of, numpy.int64)
+
+
+def _sorted_boxes(table: SliceTable) -> BoxTable:
+    rows = numpy.argsort(table.tensor, kind="stable")
+    rows = rows[numpy.searchsorted(table.tensor[rows], 0) :]
+    return BoxTable(table.rank[rows], table.tensor[rows], table.start[rows], table.shape[rows])
 
 
 def find_cells(
@@ -225,7 +247,7 @@ def _patterns(sides: Sides) -> Iterator[tuple[Integers, Integers, int, Integers,
             yield tensors[chosen[rows]], firsts[0][rows], source_count, firsts[1][rows], count
 
 
-def _atoms(table: SliceTable, first: int, count: int) -> Atoms:
+def _atoms(table: BoxTable, first: int, count: int) -> Atoms:
     low = table.start[first : first + count]
     return to_atoms(low, low + table.shape[first : first + count])
 
@@ -292,11 +314,17 @@ def _cut(
     return held[rows], needed[rows], numpy.concatenate(lows), numpy.concatenate(highs)
 
 
-def _unique_rows(values: Integers | Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
-    """Distinct rows and, for every row, the number of its equal; by their bytes, so quickly."""
+def _unique_rows(values: Integers) -> tuple[Integers, Integers]:
+    """Distinct rows in the order of their first, and for every row the number of its equal.
+
+    Through a dictionary of their bytes: sorting rows of some hundred bytes takes much longer.
+    """
     rows = numpy.ascontiguousarray(values, numpy.int64)
-    if rows.shape[1] == 0:
-        return rows[:1], numpy.zeros(len(rows), numpy.int64)
+    numbers: dict[bytes, int] = {}
     packed = rows.view(numpy.dtype((numpy.void, rows.shape[1] * 8))).reshape(-1)
-    _, first, inverse = numpy.unique(packed, return_index=True, return_inverse=True)
-    return rows[first], inverse.reshape(-1)
+    inverse = numpy.array(
+        [numbers.setdefault(key, len(numbers)) for key in packed.tolist()], numpy.int64
+    )
+    first = numpy.empty(len(numbers), numpy.int64)
+    first[inverse[::-1]] = numpy.arange(len(inverse))[::-1]
+    return rows[first], inverse

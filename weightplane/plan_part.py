@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy
 
 from weightplane.boxes import Integers
 from weightplane.cluster_layout import ClusterLayout
 from weightplane.errors import PlanError
-from weightplane.plan_cells import CellTable
+from weightplane.plan_cells import CellTable, Sides
 from weightplane.slice_table import SliceTable
 from weightplane.storage_cover import padding_ranges
+from weightplane.unit_steps import relabelled
 
 __all__ = ["ChunkWork", "PartReader", "RankPart", "Region"]
 
@@ -103,22 +104,26 @@ class PartReader:
 
     Args:
         layout: of the rank's side.
-        table: that side's slices, sorted by tensor, with steps of 1.
+        sides: what the plan matched.
+        numbers: of that side's tensors.
         rank: number of the rank.
-        item_bytes: int64 [tensors].
         fill: whether this is a destination, which zeroes its padding.
     """
 
     layout: ClusterLayout
-    table: SliceTable
+    sides: Sides
+    numbers: Integers
     rank: int
-    item_bytes: Integers
-    fill: bool = False
+    fill: bool
     own: SliceTable = field(init=False)
 
     def __post_init__(self) -> None:
-        rows = numpy.flatnonzero(self.table.rank == self.rank)
-        object.__setattr__(self, "own", self.table.take(rows))
+        table = self.layout.slice_table
+        own = table.take(numpy.flatnonzero(table.rank == self.rank))
+        own = replace(own, tensor=self.numbers[own.tensor])
+        own = own.widened(self.sides.shapes.shape[1])
+        own = relabelled(own, self.sides.factors, self.sides.shapes)
+        object.__setattr__(self, "own", own.take(numpy.argsort(own.tensor, kind="stable")))
 
     @property
     def arena_bytes(self) -> int:
@@ -167,7 +172,7 @@ class PartReader:
         grouped: list[list[Region]] = [[] for _ in range(owners)]
         for who, *values in zip(
             owner[cell].tolist(), wire.tolist(), offset.tolist(), shape[cell].tolist(),
-            own.strides[row].tolist(), self.item_bytes[tensor[cell]].tolist(), strict=True,
+            own.strides[row].tolist(), self.sides.item_bytes[tensor[cell]].tolist(), strict=True,
         ):  # fmt: skip
             wire_offset, place, extents, strides, item = values
             grouped[who].append(Region(wire_offset, place, tuple(extents), tuple(strides), item))

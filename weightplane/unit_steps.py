@@ -24,6 +24,8 @@ def common_steps(tables: tuple[SliceTable, ...], tensors: int, dimensions: int) 
     for table in tables:
         for row in numpy.flatnonzero((table.step != 1).any(axis=1)).tolist():
             tensor = int(table.tensor[row])
+            if tensor < 0:
+                continue
             for dimension in range(dimensions):
                 step = int(table.step[row, dimension]) if table.shape[row, dimension] > 1 else 1
                 factors[tensor, dimension] = math.lcm(int(factors[tensor, dimension]), step)
@@ -34,13 +36,16 @@ def relabelled(table: SliceTable, factors: Integers, shapes: Integers) -> SliceT
     """``table`` with steps of 1 in renumbered rows; slices may become several.
 
     Args:
-        table: its ``tensor`` column indexes ``factors`` and ``shapes``.
+        table: its ``tensor`` column indexes ``factors`` and ``shapes``, or is negative.
         factors: int64 [tensors, dimensions], from `common_steps`.
         shapes: int64 [tensors, dimensions], extents in items.
     """
-    stepped = (factors[table.tensor] > 1).any(axis=1)
+    affected = (factors > 1).any(axis=1)
+    if not affected.any():
+        return table
+    stepped = affected[table.tensor] & (table.tensor >= 0)
     if not stepped.any():
-        return replace(table, step=numpy.ones_like(table.step))
+        return table
     plain = numpy.flatnonzero(~stepped)
     origin: list[int] = plain.tolist()
     start, shape = list(table.start[plain]), list(table.shape[plain])
@@ -91,6 +96,8 @@ def in_original_rows(
     start: Integers, tensor: Integers, factors: Integers, shapes: Integers
 ) -> tuple[Integers, Integers]:
     """Start and step in the tensor's own rows of boxes in renumbered rows; both like ``start``."""
+    if (factors == 1).all():
+        return start, numpy.ones_like(start)
     factor = factors[tensor]
     per_remainder = -(-shapes[tensor] // factor)
     remainder, quotient = numpy.divmod(start, numpy.maximum(per_remainder, 1))
