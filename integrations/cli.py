@@ -20,6 +20,7 @@ from rich.console import Console
 
 from integrations.cli_errors import Invocation, exit_code, is_expected, one_line
 from integrations.cli_output import check_target, write_json
+from integrations.cli_plan import PLAN_HELP, plan_command
 
 __all__ = ["app", "main"]
 
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 trace = typer.Typer(rich_markup_mode="rich", help="Look into routing traces.")
 app.add_typer(trace, name="trace")
+app.command(name="plan", help=PLAN_HELP)(plan_command)
 
 
 def _print_version(wanted: bool) -> None:

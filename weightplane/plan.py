@@ -38,19 +38,21 @@ class PlanSettings:
             trainer another copy of the model.
         relay_fan_out: receivers that a receiver hands a chunk on to; 1, a chain, is the fastest
             once it is full, more are sooner full.
+        ranks_per_host: consecutive destination ranks that share a host; relays cross the network
+            once per host.
         allow_unused: accept source tensors that the destination does not name.
     """
 
     chunk_bytes: int = 32 << 20
     relay: bool = True
     relay_fan_out: int = 1
+    ranks_per_host: int = 8
     allow_unused: bool = False
 
     def __post_init__(self) -> None:
-        if self.chunk_bytes < 1:
-            raise InvalidArgumentError(f"chunk_bytes is {self.chunk_bytes}; use at least 1")
-        if self.relay_fan_out < 1:
-            raise InvalidArgumentError(f"relay_fan_out is {self.relay_fan_out}; use at least 1")
+        for name in ("chunk_bytes", "relay_fan_out", "ranks_per_host"):
+            if getattr(self, name) < 1:
+                raise InvalidArgumentError(f"{name} is {getattr(self, name)}; use at least 1")
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +130,30 @@ class Plan:
     def minimum_egress_bytes(self) -> int:
         """What the destination needs, every byte once; no plan takes less from the trainer."""
         return int(self.cell_bytes.sum())
+
+    def needed_bytes(self, groups: Integers) -> Integers:
+        """What groups of destination ranks need together, every byte once: int64 [groups].
+
+        Args:
+            groups: int64 [destination ranks], the group of each rank, from 0.
+        """
+        totals = numpy.zeros(int(groups.max()) + 1, numpy.int64)
+        per_set = numpy.zeros(len(self._destination_sets), numpy.int64)
+        numpy.add.at(per_set, self._cells.destinations, self.cell_bytes)
+        for number, ranks in enumerate(self._destination_sets):
+            totals[numpy.unique(groups[list(ranks)])] += per_set[number]
+        return totals
+
+    @cached_property
+    def fixed_egress_bytes(self) -> Integers:
+        """int64 [source ranks]: bytes that each rank has to send because nobody else holds them."""
+        totals = numpy.zeros(self.source.size, numpy.int64)
+        per_set = numpy.zeros(len(self._source_sets), numpy.int64)
+        numpy.add.at(per_set, self._cells.sources, self.cell_bytes)
+        for number, ranks in enumerate(self._source_sets):
+            if len(ranks) == 1:
+                totals[ranks[0]] += per_set[number]
+        return totals
 
     @cached_property
     def egress_bytes(self) -> Integers:
@@ -325,14 +351,28 @@ def plan(
     ends = numpy.concatenate([[0], numpy.cumsum(cells.byte_count)])
     byte_count = ends[first[1:]] - ends[begin]
     from_rank = choose_sources(byte_count, cells.sources[begin], holders, source.size)
-    hops = route(from_rank, cells.destinations[begin], receivers, source.size, chosen.relay_fan_out)
-    order = rounds(hops, byte_count[hops.chunk], source.size + destination.size)
+    hops = route(
+        from_rank,
+        cells.destinations[begin],
+        receivers,
+        source.size,
+        chosen.relay_fan_out,
+        chosen.ranks_per_host,
+    )
+    order = rounds(hops, hosts_of(source, destination, chosen.ranks_per_host))
     start, step = in_original_rows(cells.start, cells.tensor, sides.factors, sides.shapes)
     return Plan(
         source, destination, chosen, cells.tensor, start, cells.shape, step, cells.byte_count,
         first, byte_count, hops.chunk, hops.sender, hops.receiver, hops.depends_on, order,
         cells, sides, holders, receivers,
     )  # fmt: skip
+
+
+def hosts_of(source: ClusterLayout, destination: ClusterLayout, ranks_per_host: int) -> Integers:
+    """int64 [endpoints]: the host of every endpoint; consecutive ranks of one side share one."""
+    trainer = numpy.arange(source.size) // ranks_per_host
+    rollout = numpy.arange(destination.size) // ranks_per_host
+    return numpy.concatenate([trainer, int(trainer[-1]) + 1 + rollout])
 
 
 def _sizes(sets: tuple[tuple[int, ...], ...]) -> Integers:

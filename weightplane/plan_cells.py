@@ -252,7 +252,7 @@ def _atoms(table: BoxTable, first: int, count: int) -> Atoms:
     return to_atoms(low, low + table.shape[first : first + count])
 
 
-def _number_atoms(table: SliceTable, atoms: Atoms, first: Integers, sets: HolderSets) -> Integers:
+def _number_atoms(table: BoxTable, atoms: Atoms, first: Integers, sets: HolderSets) -> Integers:
     """int64 [tensors, atoms]: the set of ranks that hold each atom of each tensor."""
     numbers = numpy.empty((len(first), len(atoms.members)), numpy.int64)
     lengths = numpy.array([len(members) for members in atoms.members])

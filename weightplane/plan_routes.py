@@ -5,14 +5,15 @@ leaves the trainer once, from the least loaded of the ranks that hold it, and th
 hand it on to one another. Chains of different chunks begin at different ranks, so that all of them
 receive and send at the same time; a rank receives every byte once whatever the number of replicas.
 
-A *round* is a set of hops in which every rank sends at most one chunk and receives at most one, so
-that nobody is the target of two senders (incast). Rounds are an edge colouring of the multigraph of
-hops: each hop takes the first round that is free at both ends and comes after the hop it depends
-on.
+A *round* is a set of hops in which every rank sends at most one chunk and receives at most one over
+the network, and as much inside its host, so that nobody is the target of two senders (incast).
+Rounds are an edge colouring of the multigraph of hops: each hop takes the first round that is free
+at both ends and comes after the hop it depends on.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -116,7 +117,7 @@ def choose_sources(
 
 def route(
     source: Integers, sets: Integers, receivers: Sequence[tuple[int, ...]], first_endpoint: int,
-    fan_out: int,
+    fan_out: int, ranks_per_host: int,
 ) -> Hops:  # fmt: skip
     """The hops of every chunk: from its source to one receiver, and on along a tree.
 
@@ -126,6 +127,8 @@ def route(
         receivers: the destination ranks of each set.
         first_endpoint: endpoint of destination rank 0.
         fan_out: receivers that a receiver hands a chunk on to; 1 is a chain.
+        ranks_per_host: destination ranks of one host; a chain visits a host's ranks one after
+            another, and enters it at another rank each time.
     """
     sizes = numpy.array([len(members) for members in receivers], numpy.int64)
     hops: list[tuple[Integers, ...]] = []
@@ -133,11 +136,13 @@ def route(
     for size in numpy.unique(sizes[sets]).tolist():
         chunks = numpy.flatnonzero(sizes[sets] == size)
         members = numpy.zeros((len(sizes), size), numpy.int64)
+        per_host = numpy.ones(len(sizes), numpy.int64)
         for number, ranks in enumerate(receivers):
             if len(ranks) == size:
                 members[number] = ranks
-        turn = _ordinals(sets[chunks]) % size
-        place = (numpy.arange(size) + turn[:, None]) % size
+                per_host[number] = _ranks_together(ranks, ranks_per_host)
+        turn = _ordinals(sets[chunks])
+        place = _turned(size, turn, per_host[sets[chunks]])
         order = members[sets[chunks][:, None], place] + first_endpoint
         parent = (numpy.arange(size) - 1) // fan_out
         sender = order[:, numpy.maximum(parent, 0)]
@@ -154,6 +159,26 @@ def route(
     return Hops(*(numpy.concatenate([part[column] for part in hops]) for column in range(4)))
 
 
+def _ranks_together(ranks: tuple[int, ...], ranks_per_host: int) -> int:
+    """How many of ``ranks`` each host has that has any; 1 if that differs between hosts."""
+    counts = Counter(rank // ranks_per_host for rank in ranks)
+    sizes = set(counts.values())
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def _turned(size: int, turn: Integers, per_host: Integers) -> Integers:
+    """Order of the places 0 to ``size`` for each chunk, int64 [chunks, size].
+
+    The first host moves on by one with every chunk, and after a round of the hosts the first rank
+    within each host does.
+    """
+    hosts = (size // per_host)[:, None]
+    own = per_host[:, None]
+    host, rank = numpy.divmod(numpy.arange(size)[None, :], own)
+    turn = turn[:, None]
+    return (host + turn) % hosts * own + (rank + turn // hosts) % own
+
+
 def _ordinals(values: Integers) -> Integers:
     """For every entry, how many equal entries come before it."""
     order = numpy.argsort(values, kind="stable")
@@ -164,7 +189,7 @@ def _ordinals(values: Integers) -> Integers:
     return ordinals
 
 
-def rounds(hops: Hops, byte_count: Integers, endpoints: int) -> Integers:
+def rounds(hops: Hops, hosts: Integers) -> Integers:
     """The round of every hop, int64 [hops].
 
     Long chains go first, because their last receiver waits longest; then the receivers take turns,
@@ -172,13 +197,14 @@ def rounds(hops: Hops, byte_count: Integers, endpoints: int) -> Integers:
 
     Args:
         hops: a hop comes after the one it depends on.
-        byte_count: int64 [hops].
-        endpoints: number of endpoints.
+        hosts: int64 [endpoints], the host of each.
     """
-    order = _priority(hops, byte_count)
-    senders, receivers = hops.sender[order].tolist(), hops.receiver[order].tolist()
+    order = _priority(hops)
+    local = hosts[hops.sender] == hosts[hops.receiver]
+    senders = (hops.sender * 2 + local)[order].tolist()
+    receivers = (hops.receiver * 2 + local)[order].tolist()
     depends = hops.depends_on[order].tolist()
-    sending, receiving = [0] * endpoints, [0] * endpoints
+    sending, receiving = [0] * (2 * len(hosts)), [0] * (2 * len(hosts))
     assigned = [0] * len(order)
     for hop, sender, receiver, before in zip(
         order.tolist(), senders, receivers, depends, strict=True
@@ -193,7 +219,7 @@ def rounds(hops: Hops, byte_count: Integers, endpoints: int) -> Integers:
     return numpy.array(assigned, numpy.int64)
 
 
-def _priority(hops: Hops, byte_count: Integers) -> Integers:
+def _priority(hops: Hops) -> Integers:
     """Order in which hops choose their rounds."""
     length = numpy.bincount(hops.chunk)[hops.chunk] if len(hops.chunk) else hops.chunk
     turn = numpy.zeros(len(hops.chunk), numpy.int64)

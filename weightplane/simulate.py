@@ -1,24 +1,26 @@
 """How long a plan takes on a cluster that exists on paper.
 
 The model: every rank has its share of its host's network cards, full duplex, and a faster link to
-the other ranks of its host; each of these ports carries one chunk at a time in each direction, in
-the order of the plan's rounds, and a hop begins when both its ports are free and, at a relay, when
-the chunk has arrived. A hop keeps its ports for its bytes over their rate, and arrives a fixed
-latency later. There is no barrier between rounds. The fabric between the cards is assumed to be
-non-blocking.
+the other ranks of its host. Each of these ports carries one chunk at a time in each direction. A
+receiver takes, among the next few hops in the order of the plan's rounds (its window), the first
+whose sender has the chunk and a free port; a sender that becomes free serves the receiver that has
+waited longest. A hop keeps its ports for its bytes over their rate, and arrives a fixed latency
+later. There is no barrier between rounds. The fabric between the cards is assumed not to block.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy
 from numpy.typing import NDArray
 
-from weightplane.boxes import Integers
 from weightplane.errors import InvalidArgumentError
-from weightplane.plan import Plan
+from weightplane.plan import Plan, hosts_of
 
 __all__ = ["Cluster", "Simulation", "simulate"]
 
@@ -35,6 +37,7 @@ class Cluster:
         nic_bytes_per_second: of one card, in each direction; 50e9 is 400 Gbit/s.
         local_bytes_per_second: between ranks of one host, per rank and direction.
         hop_seconds: latency of one chunk, whatever its size.
+        window: hops among which a receiver chooses; 1 is the strict order of the rounds.
     """
 
     ranks_per_host: int = 8
@@ -42,9 +45,10 @@ class Cluster:
     nic_bytes_per_second: float = 50e9
     local_bytes_per_second: float = 400e9
     hop_seconds: float = 20e-6
+    window: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("ranks_per_host", "nics_per_host"):
+        for name in ("ranks_per_host", "nics_per_host", "window"):
             if getattr(self, name) < 1:
                 raise InvalidArgumentError(f"{name} is {getattr(self, name)}; use at least 1")
         for name in ("nic_bytes_per_second", "local_bytes_per_second"):
@@ -58,13 +62,6 @@ class Cluster:
         """A rank's share of the network cards."""
         return self.nic_bytes_per_second * self.nics_per_host / self.ranks_per_host
 
-    def hosts(self, sources: int, destinations: int) -> Integers:
-        """int64 [sources + destinations]: the host of every endpoint."""
-        trainer = numpy.arange(sources) // self.ranks_per_host
-        rollout = numpy.arange(destinations) // self.ranks_per_host
-        first = int(trainer[-1]) + 1 if sources else 0
-        return numpy.concatenate([trainer, first + rollout])
-
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
@@ -72,7 +69,7 @@ class Simulation:
 
     Attributes:
         plan, cluster: what was simulated.
-        begin, end: float64 [hops], seconds.
+        begin, end: float64 [hops], seconds; ports are free ``hop_seconds`` before the end.
         local: bool [hops], whether the hop stays inside a host.
     """
 
@@ -89,19 +86,19 @@ class Simulation:
 
     @cached_property
     def bound_seconds(self) -> float:
-        """Bytes of the busiest port over its rate: no order of these hops can be faster.
+        """No plan for these layouts on this cluster is faster, whatever its paths and order.
 
-        For the trainer it also holds whatever the paths: its egress is one copy of the model.
+        The greatest of: what a rollout host needs, every byte once, over its cards; what a trainer
+        rank alone holds over its share of the cards; one copy of the model over all trainer ranks.
         """
-        bound = 0.0
-        for chosen, rate in (
-            (~self.local, self.cluster.network_bytes_per_second),
-            (self.local, self.cluster.local_bytes_per_second),
-        ):
-            for endpoint in (self.plan.hop_sender, self.plan.hop_receiver):
-                totals = numpy.bincount(endpoint[chosen], self.plan.hop_bytes[chosen])
-                bound = max(bound, float(totals.max(initial=0.0)) / rate)
-        return bound
+        plan, share = self.plan, self.cluster.network_bytes_per_second
+        hosts = hosts_of(plan.source, plan.destination, self.cluster.ranks_per_host)
+        hosts = hosts[plan.source.size :]
+        into = plan.needed_bytes(hosts - hosts.min()).max(initial=0) / (
+            self.cluster.nic_bytes_per_second * self.cluster.nics_per_host
+        )
+        alone = plan.fixed_egress_bytes.max(initial=0) / share
+        return float(max(into, alone, plan.minimum_egress_bytes / (share * plan.source.size)))
 
     @property
     def bandwidth_fraction(self) -> float:
@@ -124,7 +121,7 @@ class Simulation:
         ranks = len(numpy.unique(self.plan.hop_receiver if receivers else self.plan.hop_sender))
         for row, chosen in enumerate((~relayed, relayed)):
             begun = _cumulative(self.begin[chosen], edges)
-            ended = _cumulative(self.end[chosen], edges)
+            ended = _cumulative(self.end[chosen] - self.cluster.hop_seconds, edges)
             shares[row] = numpy.diff(begun - ended) / numpy.diff(edges) / max(ranks, 1)
         return edges, shares
 
@@ -145,25 +142,84 @@ def simulate(plan: Plan, cluster: Cluster | None = None) -> Simulation:
         cluster: `Cluster` with its defaults if None.
     """
     cluster = Cluster() if cluster is None else cluster
-    hosts = cluster.hosts(plan.source.size, plan.destination.size)
+    hosts = hosts_of(plan.source, plan.destination, cluster.ranks_per_host)
     local = hosts[plan.hop_sender] == hosts[plan.hop_receiver]
     rate = numpy.where(local, cluster.local_bytes_per_second, cluster.network_bytes_per_second)
-    lasts = plan.hop_bytes / rate
+    seconds = plan.hop_bytes / rate
     sender = plan.hop_sender * 2 + local
     receiver = plan.hop_receiver * 2 + local
-    sending, receiving = numpy.zeros(2 * plan.endpoints), numpy.zeros(2 * plan.endpoints)
-    begin, end = numpy.zeros(len(lasts)), numpy.zeros(len(lasts))
-    order = numpy.argsort(plan.hop_round, kind="stable")
-    edges = numpy.searchsorted(plan.hop_round[order], numpy.arange(plan.rounds + 1))
-    for first, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        hops = order[first:stop]
-        before = plan.hop_depends_on[hops]
-        ready = numpy.where(before >= 0, end[before], 0.0)
-        start = numpy.maximum(
-            numpy.maximum(sending[sender[hops]], receiving[receiver[hops]]), ready
-        )
-        stopped = start + lasts[hops]
-        begin[hops], end[hops] = start, stopped + cluster.hop_seconds
-        sending[sender[hops]] = stopped
-        receiving[receiver[hops]] = stopped
+    order = numpy.lexsort((plan.hop_round, receiver))
+    bounds = numpy.searchsorted(receiver[order], numpy.arange(2 * plan.endpoints + 1))
+    queues = [
+        deque(order[first:stop].tolist())
+        for first, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+    ]
+    begin = _play(
+        queues, sender.tolist(), receiver.tolist(), plan.hop_depends_on.tolist(), seconds.tolist(),
+        cluster,
+    )  # fmt: skip
+    end = begin + seconds + cluster.hop_seconds
     return Simulation(plan, cluster, begin, end, local)
+
+
+def _play(
+    queues: list[deque[int]], sender: list[int], receiver: list[int], depends_on: list[int],
+    seconds: list[float], cluster: Cluster,
+) -> Seconds:  # fmt: skip
+    """When every hop begins: events in the order of time, ties in the order they were made."""
+    ports = len(queues)
+    windows = [
+        [queue.popleft() for _ in range(min(cluster.window, len(queue)))] for queue in queues
+    ]
+    sending, receiving = [False] * ports, [False] * ports
+    waiting: list[dict[int, None]] = [{} for _ in range(ports)]
+    arrived = [before < 0 for before in depends_on]
+    children: dict[int, list[int]] = {}
+    for hop, before in enumerate(depends_on):
+        if before >= 0:
+            children.setdefault(before, []).append(hop)
+    begin = numpy.zeros(len(sender))
+    # (time, tie, hop, whether the hop left its ports; otherwise it arrived)
+    events: list[tuple[float, int, int, bool]] = []
+    made = itertools.count()
+
+    def start(port: int, now: float) -> None:
+        """Let an idle receiver begin the first hop of its window that can begin."""
+        if receiving[port]:
+            return
+        window = windows[port]
+        for place, hop in enumerate(window):
+            if not arrived[hop]:
+                continue
+            if sending[sender[hop]]:
+                waiting[sender[hop]][port] = None
+                continue
+            sending[sender[hop]] = receiving[port] = True
+            begin[hop] = now
+            del window[place]
+            if queues[port]:
+                window.append(queues[port].popleft())
+            heapq.heappush(events, (now + seconds[hop], next(made), hop, True))
+            return
+
+    for port in range(ports):
+        start(port, 0.0)
+    while events:
+        now, _, hop, left = heapq.heappop(events)
+        if not left:
+            for child in children[hop]:
+                arrived[child] = True
+                start(receiver[child], now)
+            continue
+        if hop in children:
+            heapq.heappush(events, (now + cluster.hop_seconds, next(made), hop, False))
+        port = sender[hop]
+        sending[port] = receiving[receiver[hop]] = False
+        callers = list(waiting[port])
+        for caller in callers:
+            if sending[port]:
+                break
+            del waiting[port][caller]
+            start(caller, now)
+        start(receiver[hop], now)
+    return begin

@@ -40,10 +40,9 @@ def relabelled(table: SliceTable, factors: Integers, shapes: Integers) -> SliceT
         factors: int64 [tensors, dimensions], from `common_steps`.
         shapes: int64 [tensors, dimensions], extents in items.
     """
-    affected = (factors > 1).any(axis=1)
-    if not affected.any():
+    if (factors == 1).all():
         return table
-    stepped = affected[table.tensor] & (table.tensor >= 0)
+    stepped = (factors[table.tensor] > 1).any(axis=1) & (table.tensor >= 0)
     if not stepped.any():
         return table
     plain = numpy.flatnonzero(~stepped)

@@ -9,6 +9,7 @@ import numpy
 from weightplane.cluster_layout import ClusterLayout, RankLayout, Slice, Storage
 from weightplane.dtypes import elements_per_byte, item_bytes
 from weightplane.layout import ALIGNMENT, TensorSpec
+from weightplane.plan import hosts_of
 
 
 def aligned(offset):
@@ -104,10 +105,12 @@ def needed_bytes(layout):
 
 
 def assert_well_ordered(plan):
-    """Nobody sends or receives two chunks in a round, and nobody hands on what it lacks."""
+    """Nobody sends or receives two chunks in a round over one link, or hands on what it lacks."""
+    hosts = hosts_of(plan.source, plan.destination, plan.settings.ranks_per_host)
+    local = (hosts[plan.hop_sender] == hosts[plan.hop_receiver]).tolist()
     for side in (plan.hop_sender, plan.hop_receiver):
-        pairs = list(zip(side.tolist(), plan.hop_round.tolist(), strict=True))
-        assert len(set(pairs)) == len(pairs)
+        triples = list(zip(side.tolist(), plan.hop_round.tolist(), local, strict=True))
+        assert len(set(triples)) == len(triples)
     for hop, before in enumerate(plan.hop_depends_on.tolist()):
         sender = int(plan.hop_sender[hop])
         if before < 0:

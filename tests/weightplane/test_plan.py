@@ -25,6 +25,7 @@ settings_of_plans = st.builds(
     chunk_bytes=st.sampled_from([1, 7, 64, 1 << 20]),
     relay=st.just(True),
     relay_fan_out=st.integers(1, 3),
+    ranks_per_host=st.integers(1, 4),
     allow_unused=st.just(True),
 )
 
