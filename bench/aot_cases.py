@@ -72,6 +72,39 @@ def _grouped(dtype: torch.dtype, rows: int) -> None:
         torch.autograd.grad(y, (x, weight), torch.empty_like(y))
 
 
+def _gradients(result: object, leaves: tuple[torch.Tensor, ...]) -> None:
+    results = result if isinstance(result, tuple) else (result,)
+    outputs = [y for y in results if isinstance(y, torch.Tensor) and y.requires_grad]
+    torch.autograd.grad(outputs, leaves, [torch.empty_like(y) for y in outputs])
+
+
+def row_operations() -> Iterator[Case]:
+    """Row operations, forward and backward, at the width of a head and of a model."""
+    for dtype in (*HALVES, torch.float32):
+        for width in (128, HIDDEN):
+            shape = f"{_name(dtype)} {width}"
+            x = torch.empty(64, width, dtype=dtype, requires_grad=True)
+            weight = torch.empty(width, dtype=dtype, requires_grad=True)
+            for name, call in _row_calls(x, weight).items():
+                yield Case(f"{name} {shape}", call)
+
+
+def _row_calls(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], object]]:
+    width = x.shape[1]
+    heads = x.view(8, 8, width)
+    table = torch.empty(1024, width)
+    positions = torch.arange(8)
+    return {
+        "rms_norm": lambda: _gradients(kernels.rms_norm(x, weight, 1e-6), (x, weight)),
+        "softmax": lambda: _gradients(kernels.softmax(x), (x,)),
+        "log_softmax": lambda: _gradients(kernels.log_softmax(x), (x,)),
+        "silu_and_mul": lambda: _gradients(kernels.silu_and_mul(x), (x,)),
+        "rotary": lambda: _gradients(kernels.rotary(heads, positions, table), (x,)),
+        "embedding": lambda: _gradients(kernels.embedding(positions, x), (x,)),
+    }
+
+
 def all_cases() -> Iterator[Case]:
     yield from products()
     yield from grouped_products()
+    yield from row_operations()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from consistency.errors import InvalidInputError, UnsupportedError
+from consistency.kernels._dispatch import values_readable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,7 +67,7 @@ def require_integer(
 
 def require_indices(name: str, tensor: torch.Tensor, limit: int, meaning: str) -> None:
     """Raises unless every element of an integer tensor lies in [0, limit)."""
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or not values_readable(tensor):
         return
     if tensor.numel() <= 64:  # a decode step; cheaper than two reductions
         values = tensor.reshape(-1).tolist()

@@ -27,6 +27,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _interpreted: ContextVar[bool] = ContextVar("consistency_kernels_interpreted", default=False)
+_unread: ContextVar[bool] = ContextVar("consistency_kernels_unread", default=False)
 
 
 def on_triton(tensor: torch.Tensor) -> bool:
@@ -45,6 +46,27 @@ def interpreted() -> Iterator[None]:
         yield
     finally:
         _interpreted.reset(token)
+
+
+@contextlib.contextmanager
+def values_unread() -> Iterator[None]:
+    """A scope in which tensors hold nothing yet: checks of shapes are done, of values are not."""
+    token = _unread.set(True)
+    try:
+        yield
+    finally:
+        _unread.reset(token)
+
+
+def values_readable(tensor: torch.Tensor) -> bool:
+    """Whether the host may read a tensor's values now: not while a CUDA graph is captured.
+
+    A check of values (ids, offsets, positions) waits for the device. A captured call repeats what a
+    call before the capture has checked; the kernels keep such a call inside its tensors.
+    """
+    if _unread.get():
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def triton_kernels(name: str) -> Any:

@@ -15,7 +15,7 @@ from consistency.kernels._arguments import (
     require_integer,
 )
 from consistency.kernels._autograd import once_differentiable
-from consistency.kernels._dispatch import one_device
+from consistency.kernels._dispatch import on_triton, one_device, triton_kernels
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _gradient = Kernel(
@@ -73,13 +73,22 @@ class _Embedding(torch.autograd.Function):
         weight = ctx.weight
         width = weight.shape[1]
         buffer = main_gradient(weight)
-        out = torch.zeros(weight.shape, dtype=weight.dtype) if buffer is None else buffer
+        out = (
+            torch.zeros_like(weight, memory_format=torch.contiguous_format)
+            if buffer is None
+            else buffer
+        )
         if width > 1 and out.stride(1) != 1:
             raise InvalidInputError(
                 f"weight.main_grad must have contiguous rows, got strides {out.stride()}"
             )
         ordered, positions = torch.sort(ids.reshape(-1).long(), stable=True)
         rows = grad.reshape(positions.numel(), width).contiguous()
+        if on_triton(rows):
+            triton_kernels("embedding").add_occurrences(
+                ordered, positions, rows, out, accumulate=buffer is not None
+            )
+            return None, None if buffer is not None else out
         _gradient(
             ordered.data_ptr(),
             positions.data_ptr(),

@@ -14,7 +14,7 @@ from consistency.kernels._arguments import (
     require_shape,
 )
 from consistency.kernels._autograd import once_differentiable
-from consistency.kernels._dispatch import one_device
+from consistency.kernels._dispatch import on_triton, one_device, triton_kernels
 from consistency.kernels.library import FLOAT, INT32, INT64, POINTER, Kernel, thread_count
 
 _forward_kernel = Kernel(
@@ -114,6 +114,11 @@ def _forward(
     zero_centered: bool,
     inverse_rms: torch.Tensor | None,
 ) -> torch.Tensor:
+    if on_triton(x):
+        out, inverse = triton_kernels("rms_norm").forward(x, weight, eps, zero_centered)
+        if inverse_rms is not None:
+            inverse_rms.copy_(inverse)
+        return out
     out = torch.empty_like(x)
     width = weight.shape[0]
     _forward_kernel(
@@ -132,6 +137,39 @@ def _forward(
     return out
 
 
+def _backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    zero_centered: bool,
+    inverse_rms: torch.Tensor,
+    needs: tuple[bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dx, dweight in fp32), None where `needs` says so."""
+    if on_triton(x):
+        kernels = triton_kernels("rms_norm")
+        return kernels.backward(grad, x, weight, zero_centered, inverse_rms, needs)
+    grad_x = torch.empty_like(x) if needs[0] else None
+    grad_weight = None
+    if needs[1]:
+        grad_weight = torch.empty(weight.shape, dtype=torch.float32)
+    _backward_kernel(
+        grad.data_ptr(),
+        x.data_ptr(),
+        DTYPE_CODES[x.dtype],
+        weight.data_ptr(),
+        DTYPE_CODES[weight.dtype],
+        zero_centered,
+        inverse_rms.data_ptr(),
+        None if grad_x is None else grad_x.data_ptr(),
+        None if grad_weight is None else grad_weight.data_ptr(),
+        inverse_rms.numel(),
+        weight.shape[0],
+        thread_count(),
+    )
+    return grad_x, grad_weight
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -140,7 +178,7 @@ class _RmsNorm(torch.autograd.Function):
         # Saved tensors may come back as other objects; main_grad is an attribute of this one.
         ctx.weight, ctx.zero_centered = weight, zero_centered
         x, weight = x.contiguous(), weight.contiguous()
-        inverse_rms = torch.empty(x.shape[:-1], dtype=torch.float32)
+        inverse_rms = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
         ctx.save_for_backward(x, weight, inverse_rms)
         return _forward(x, weight, eps, zero_centered, inverse_rms)
 
@@ -149,23 +187,8 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, inverse_rms = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.empty(weight.shape, dtype=torch.float32)
-        _backward_kernel(
-            grad.data_ptr(),
-            x.data_ptr(),
-            DTYPE_CODES[x.dtype],
-            weight.data_ptr(),
-            DTYPE_CODES[weight.dtype],
-            ctx.zero_centered,
-            inverse_rms.data_ptr(),
-            None if grad_x is None else grad_x.data_ptr(),
-            None if grad_weight is None else grad_weight.data_ptr(),
-            inverse_rms.numel(),
-            weight.shape[0],
-            thread_count(),
+        grad_x, grad_weight = _backward(
+            grad, x, weight, ctx.zero_centered, inverse_rms, ctx.needs_input_grad[:2]
         )
         if grad_weight is None:
             return grad_x, None, None, None

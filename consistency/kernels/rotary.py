@@ -11,12 +11,13 @@ from consistency.errors import InvalidInputError, UnsupportedError
 from consistency.kernels._arguments import (
     DTYPE_CODES,
     require_float,
+    require_indices,
     require_integer,
     require_positive,
     require_shape,
 )
 from consistency.kernels._autograd import once_differentiable
-from consistency.kernels._dispatch import one_device
+from consistency.kernels._dispatch import on_triton, one_device, triton_kernels
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _rotary_kernel = Kernel(
@@ -95,6 +96,9 @@ def _rotate(
 ) -> torch.Tensor:
     if x.stride(2) != 1:
         x = x.contiguous()
+    if on_triton(x):
+        require_indices("positions", positions, table.shape[0], "build a longer rotary_table")
+        return triton_kernels("rotary").rotate(x, positions, table, inverse=inverse)
     out = torch.empty(x.shape, dtype=x.dtype)
     fault = ctypes.c_int64(-1)
     _rotary_kernel(

@@ -9,7 +9,7 @@ import torch
 from consistency.errors import InvalidInputError
 from consistency.kernels._arguments import DTYPE_CODES, require_float
 from consistency.kernels._autograd import once_differentiable
-from consistency.kernels._dispatch import one_device
+from consistency.kernels._dispatch import on_triton, one_device, triton_kernels
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _forward_kernel = Kernel(
@@ -48,6 +48,8 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(gate_up: torch.Tensor) -> torch.Tensor:
+    if on_triton(gate_up):
+        return triton_kernels("silu_and_mul").forward(gate_up)
     half = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], half), dtype=gate_up.dtype)
     _forward_kernel(
@@ -73,6 +75,8 @@ class _SiluAndMul(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (gate_up,) = ctx.saved_tensors
         grad = grad.contiguous()
+        if on_triton(grad):
+            return triton_kernels("silu_and_mul").backward(grad, gate_up)
         grad_gate_up = torch.empty_like(gate_up)
         _backward_kernel(
             grad.data_ptr(),

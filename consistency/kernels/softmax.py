@@ -9,7 +9,7 @@ import torch
 from consistency.errors import InvalidInputError
 from consistency.kernels._arguments import DTYPE_CODES, require_float
 from consistency.kernels._autograd import once_differentiable
-from consistency.kernels._dispatch import one_device
+from consistency.kernels._dispatch import on_triton, one_device, triton_kernels
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _forward_kernel = Kernel(
@@ -63,6 +63,8 @@ def _apply(x: torch.Tensor, logarithm: bool) -> torch.Tensor:
 
 def _forward(x: torch.Tensor, logarithm: bool) -> torch.Tensor:
     x = x.contiguous()
+    if on_triton(x):
+        return triton_kernels("softmax").forward(x, logarithm)
     out = torch.empty(x.shape, dtype=torch.float32)
     _forward_kernel(
         x.data_ptr(),
@@ -89,6 +91,9 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (out,) = ctx.saved_tensors
         grad = grad.contiguous()
+        if on_triton(grad):
+            kernels = triton_kernels("softmax")
+            return kernels.backward(grad, out, ctx.dtype, ctx.logarithm), None
         grad_x = torch.empty(out.shape, dtype=ctx.dtype)
         _backward_kernel(
             grad.data_ptr(),

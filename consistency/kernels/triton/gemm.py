@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 
 from consistency.kernels.triton.launch import blocks_of, launch, target_of
-from consistency.kernels.triton.tile import chain, grouped_order, places_of, product_dtype, tree
+from consistency.kernels.triton.tile import (
+    chain,
+    grouped_order,
+    places_of,
+    product_dtype,
+    rounded,
+    tree,
+)
 from consistency.kernels.triton.tiles import SPLIT_ROWS, Tile, tile_for
 
 if TYPE_CHECKING:
@@ -41,7 +48,7 @@ def finish(total, bias, out, columns, inside, HAS_BIAS: tl.constexpr, MODE: tl.c
         total = total + tl.load(bias + columns, mask=None).to(tl.float32)[None, :]
     if MODE == 1:
         total = tl.load(out, mask=inside, other=0.0).to(tl.float32) + total
-    tl.store(out, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out, rounded(total, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["m", "batches"])
@@ -193,7 +200,7 @@ def _join(
         total = total + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     if MODE == 1:
         total = tl.load(target, mask=inside, other=0.0).to(tl.float32) + total
-    tl.store(target, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(target, rounded(total, out.dtype.element_ty), mask=inside)
 
 
 def multiply(

@@ -18,6 +18,7 @@ import torch
 from triton import knobs
 
 from consistency.errors import UnsupportedError
+from consistency.kernels._dispatch import values_unread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,14 +83,10 @@ def record(target: Target) -> Iterator[Recording]:
     recording = Recording(target)
     token = _recording.set(recording)
     try:
-        yield recording
+        with values_unread():
+            yield recording
     finally:
         _recording.reset(token)
-
-
-def recording() -> bool:
-    """Whether launches are collected instead of run."""
-    return _recording.get() is not None
 
 
 def target_of(tensor: torch.Tensor) -> Target:
@@ -152,17 +149,6 @@ def launch(
         return
     with torch.cuda.device(on.device) if on.is_cuda else contextlib.nullcontext():
         kernel[(programs,)](*arguments, **constants, **options)
-
-
-def values_readable(tensor: torch.Tensor) -> bool:
-    """Whether the host may read a tensor's values now: not while a CUDA graph is captured.
-
-    Checks of values (ids, offsets) wait for the device; a captured call repeats what a call before
-    the capture has checked.
-    """
-    if recording():
-        return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def power_of_two(value: int) -> int:

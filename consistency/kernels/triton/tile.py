@@ -9,6 +9,28 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
+
+# Fixed when Triton is imported, as is the choice between compiling and interpreting.
+_INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+@triton.jit
+def rounded(x, KIND: tl.constexpr):
+    """fp32 to KIND, to the nearest, ties to even.
+
+    The interpreter's own conversion to bfloat16 truncates; there the rounding is done on the bits.
+    """
+    if tl.float32 == KIND:
+        result = x
+    elif tl.bfloat16 == KIND and _INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        bits = tl.where(x == x, nearest, bits)
+        result = bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+    else:
+        result = x.to(KIND, fp_downcast_rounding="rtne")
+    return result
 
 
 @triton.jit
