@@ -100,11 +100,59 @@ def _row_calls(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], 
         "log_softmax": lambda: _gradients(kernels.log_softmax(x), (x,)),
         "silu_and_mul": lambda: _gradients(kernels.silu_and_mul(x), (x,)),
         "rotary": lambda: _gradients(kernels.rotary(heads, positions, table), (x,)),
+        "layer_norm": lambda: _gradients(kernels.layer_norm(x, weight, weight, 1e-6), (x, weight)),
+        "mean": lambda: kernels.mean(x, 1),
         "embedding": lambda: _gradients(kernels.embedding(positions, x), (x,)),
     }
+
+
+def heads_of_the_model() -> Iterator[Case]:
+    """LM head, sampling and routing."""
+    for dtype in (torch.bfloat16, torch.float32):
+        yield Case(f"lm_head {_name(dtype)}", lambda d=dtype: _head(d))
+        yield Case(f"moe_experts {_name(dtype)}", lambda d=dtype: _experts(d))
+    logits = torch.empty(8, VOCABULARY)
+    zeros = torch.zeros(8, dtype=torch.int64)
+    yield Case(
+        "sample",
+        lambda: kernels.sample(logits, temperature=torch.ones(8), seeds=zeros, positions=zeros),
+    )
+    for experts in (16, 128, 512):
+        yield Case(f"route {experts} experts", lambda e=experts: _routes(e))
+
+
+def _head(dtype: torch.dtype) -> None:
+    hidden = torch.empty(16, HIDDEN, dtype=dtype, requires_grad=True)
+    weight = torch.empty(VOCABULARY, HIDDEN, dtype=dtype, requires_grad=True)
+    targets = torch.zeros(16, dtype=torch.int64)
+    found = kernels.lm_head_logprob(hidden, weight, targets, temperature=1.0)
+    _gradients(found, (hidden, weight))
+    share = weight[: VOCABULARY // 2].detach()
+    with torch.no_grad():
+        part = kernels.lm_head_partial(
+            hidden.detach(), share, targets, temperature=1.0, first=0, parts=4
+        )
+    kernels.join_lm_head_partials([part, part])
+
+
+def _experts(dtype: torch.dtype) -> None:
+    x = torch.empty(64, 2048, dtype=dtype, requires_grad=True)
+    gate_up = torch.empty(16, 1536, 2048, dtype=dtype, requires_grad=True)
+    down = torch.empty(16, 2048, 768, dtype=dtype, requires_grad=True)
+    weights = torch.empty(64, 4, requires_grad=True)
+    ids = torch.arange(4).expand(64, 4).contiguous()
+    y = kernels.moe_experts(x, gate_up, down, weights, ids)
+    _gradients(y, (x, gate_up, down, weights))
+
+
+def _routes(experts: int) -> None:
+    logits = torch.empty(64, experts, requires_grad=True)
+    weights, _ = kernels.route(logits, 8)
+    _gradients(weights, (logits,))
 
 
 def all_cases() -> Iterator[Case]:
     yield from products()
     yield from grouped_products()
     yield from row_operations()
+    yield from heads_of_the_model()

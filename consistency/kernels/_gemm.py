@@ -116,6 +116,8 @@ def multiply_batched(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, chunks: int = 1
 ) -> torch.Tensor:
     """out[i] = a[i] @ b[i] for checked a [B, M, K], b [B, K, N], out [B, M, N]."""
+    if on_triton(out):
+        return triton_kernels("gemm").multiply(a, b, out, chunks=chunks)
     codes = DTYPE_CODES
     batches, m, k = a.shape
     _batched(

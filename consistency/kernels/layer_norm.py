@@ -14,7 +14,7 @@ from consistency.kernels._arguments import (
     require_shape,
 )
 from consistency.kernels._autograd import once_differentiable
-from consistency.kernels._dispatch import one_device
+from consistency.kernels._dispatch import on_triton, one_device, triton_kernels
 from consistency.kernels.library import FLOAT, INT32, INT64, POINTER, Kernel, thread_count
 
 _forward_kernel = Kernel(
@@ -91,6 +91,11 @@ def _forward(
     moments: torch.Tensor | None,
 ) -> torch.Tensor:
     """y; fills `moments` [rows, 2], the mean and 1 / deviation, if there is one."""
+    if on_triton(x):
+        out, found = triton_kernels("layer_norm").forward(x, weight, bias, eps)
+        if moments is not None:
+            moments.copy_(found)
+        return out
     out = torch.empty_like(x)
     _forward_kernel(
         x.data_ptr(),
@@ -115,6 +120,8 @@ def _backward(
     wanted: tuple[bool, bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The gradients of x (in its dtype), weight and bias (float32), None where not wanted."""
+    if on_triton(x):
+        return triton_kernels("layer_norm").backward(grad, x, weight, moments, wanted)
     grad_x = torch.empty_like(x) if wanted[0] else None
     grad_weight, grad_bias = (
         x.new_empty(x.shape[-1:], dtype=torch.float32) if want else None for want in wanted[1:]

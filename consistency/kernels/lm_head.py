@@ -21,7 +21,7 @@ from consistency.kernels._arguments import (
     require_shape,
 )
 from consistency.kernels._autograd import once_differentiable
-from consistency.kernels._dispatch import one_device
+from consistency.kernels._dispatch import on_triton, one_device, triton_kernels
 from consistency.kernels._gemm import (
     ACCUMULATE,
     CONTINUE,
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 # Elements of the fp32 scratch tile in which logits live for a moment: 32 MiB.
 _TILE_ELEMENTS = 1 << 23
+# A GPU needs more rows at once: 512 MiB.
+_GPU_TILE_ELEMENTS = 1 << 27
 # A slice of the vocabulary is whole blocks of the reduction over it (see cpu/gemm.hpp).
 _SLICE_GRANULE = 256
 
@@ -180,7 +182,7 @@ def _forward(
 ) -> tuple[torch.Tensor, ...]:
     """(logprob, entropy, maximum, weight) per row; the last two are kept for the gradient."""
     logits = _contiguous_rows(logits)
-    results = torch.empty((4, logits.shape[0]), dtype=torch.float32).unbind()
+    results = logits.new_empty((4, logits.shape[0])).unbind()
     _rows(logits, targets, temperature, results)
     return results
 
@@ -191,6 +193,14 @@ def _rows(
     temperature: float,
     results: tuple[torch.Tensor, ...],
 ) -> None:
+    if on_triton(logits):
+        parts = chunk_count(logits.shape[1], tp_invariant=True)
+        kernels = triton_kernels("token_logprob")
+        partials = kernels.partial(logits, targets, temperature, first=0, parts=parts)
+        found = kernels.join(partials, finish=True)
+        for result, values in zip(results, found.unbind(), strict=True):
+            result.copy_(values)
+        return
     _token_logprob(
         logits.data_ptr(),
         logits.stride(0),
@@ -210,7 +220,7 @@ def _forward_in_blocks(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, ...]:
     """What `_forward` returns, for logits that exist one block of rows at a time."""
-    results = torch.empty((4, hidden.shape[0]), dtype=torch.float32).unbind()
+    results = hidden.new_empty((4, hidden.shape[0]), dtype=torch.float32).unbind()
     for start, stop, logits in blocks_of_logits(hidden, weight):
         part = tuple(result[start:stop] for result in results)
         _rows(logits, targets[start:stop], temperature, part)
@@ -222,11 +232,15 @@ def blocks_of_logits(
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(start, stop, logits of these rows) in one scratch tile that each step overwrites."""
     rows, vocabulary = hidden.shape[0], weight.shape[0]
-    block = min(rows, max(1, _TILE_ELEMENTS // max(1, vocabulary)))
-    tile = torch.empty((block, vocabulary), dtype=torch.float32)
+    block = min(rows, max(1, _tile_elements(hidden) // max(1, vocabulary)))
+    tile = hidden.new_empty((block, vocabulary), dtype=torch.float32)
     for start in range(0, rows, max(1, block)):
         stop = min(start + block, rows)
         yield start, stop, multiply_weight(hidden[start:stop], weight, tile[: stop - start])
+
+
+def _tile_elements(hidden: torch.Tensor) -> int:
+    return _GPU_TILE_ELEMENTS if hidden.is_cuda else _TILE_ELEMENTS
 
 
 def _gradient(
@@ -237,6 +251,9 @@ def _gradient(
     statistics: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
     """Turns columns [first, first + width) of the logits, in place, into their gradient."""
+    if on_triton(logits):
+        kernels = triton_kernels("token_logprob")
+        return kernels.gradient(logits, first, targets, temperature, statistics)
     _token_logprob_gradient(
         logits.data_ptr(),
         logits.stride(0),
@@ -338,13 +355,13 @@ def backward_in_slices(
     """
     rows, vocabulary = hidden.shape[0], weight.shape[0]
     part_width = vocabulary // parts
-    slices = max(1, _TILE_ELEMENTS // max(1, rows) // _SLICE_GRANULE)
+    slices = max(1, _tile_elements(hidden) // max(1, rows) // _SLICE_GRANULE)
     width = min(part_width, slices * _SLICE_GRANULE)
-    tile = torch.empty(rows * width, dtype=torch.float32)
+    tile = hidden.new_empty(rows * width, dtype=torch.float32)
     finished: list[torch.Tensor] = []
     for part in range(parts):
         begin, end = part * part_width, (part + 1) * part_width
-        total = torch.zeros(hidden.shape, dtype=torch.float32)
+        total = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         for start in range(begin, end, max(1, width)):
             stop = min(start + width, end)
             rows_of_weight = weight[start:stop]

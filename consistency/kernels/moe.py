@@ -18,7 +18,7 @@ from consistency.kernels._arguments import (
     require_shape,
 )
 from consistency.kernels._autograd import once_differentiable
-from consistency.kernels._dispatch import one_device
+from consistency.kernels._dispatch import on_triton, one_device, triton_kernels
 from consistency.kernels.grouped import grouped_linear
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 from consistency.kernels.silu_and_mul import silu_and_mul
@@ -205,6 +205,9 @@ def _check(
 
 def _sort_by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Stable sort of the pairs (token, slot) by expert: each pair's place, each expert's offset."""
+    if on_triton(ids):
+        require_indices("ids", ids, experts, "the experts")
+        return triton_kernels("moe").sort_by_expert(ids, experts)
     place = torch.empty(ids.shape, dtype=torch.int64)
     offsets = torch.empty(experts + 1, dtype=torch.int64)
     fault = ctypes.c_int64(-1)
@@ -228,6 +231,8 @@ def _combine(
     y: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """out[t] = sum over s, in order, of weights[t, s] y[place[t, s]]; no weights: a plain sum."""
+    if on_triton(y):
+        return triton_kernels("moe").combine(y, place, weights, dtype)
     out = torch.empty((place.shape[0], y.shape[1]), dtype=dtype)
     _combine_kernel(
         y.data_ptr(),
@@ -250,6 +255,8 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, place: torch.Tensor, slots: int) -> torch.Tensor:
         ctx.save_for_backward(place)
         x = x.contiguous()
+        if on_triton(x):
+            return triton_kernels("moe").dispatch(x, place, slots)
         rows = torch.empty((x.shape[0] * slots, x.shape[1]), dtype=x.dtype)
         _dispatch_kernel(
             x.data_ptr(),
@@ -287,6 +294,9 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         outputs, weights, place = ctx.saved_tensors
         grad = grad.contiguous()
+        if on_triton(grad):
+            kernels = triton_kernels("moe")
+            return *kernels.combine_backward(grad, outputs, place, weights), None, None
         grad_outputs = torch.empty_like(outputs)
         grad_weights = torch.empty_like(weights)
         _combine_backward_kernel(

@@ -9,7 +9,7 @@ import torch
 from consistency.errors import InvalidInputError
 from consistency.kernels._arguments import DTYPE_CODES, output_dtype_code, require_float
 from consistency.kernels._autograd import once_differentiable
-from consistency.kernels._dispatch import one_device
+from consistency.kernels._dispatch import on_triton, one_device, triton_kernels
 from consistency.kernels.library import FLOAT, INT32, INT64, POINTER, Kernel, thread_count
 
 if TYPE_CHECKING:
@@ -117,6 +117,9 @@ def _forward(
 
 def sum_rows(rows: torch.Tensor, out: torch.Tensor, average: bool) -> None:
     """out[r] = the sum, or the average, of rows[r]; both contiguous."""
+    if on_triton(rows):
+        triton_kernels("reductions").sum_rows(rows, out, average)
+        return
     count, width = rows.shape
     _row_sums(
         rows.data_ptr(),

@@ -10,7 +10,7 @@ import torch
 from consistency.errors import InvalidInputError, UnsupportedError
 from consistency.kernels._arguments import require_float, require_shape
 from consistency.kernels._autograd import once_differentiable
-from consistency.kernels._dispatch import one_device
+from consistency.kernels._dispatch import on_triton, one_device, triton_kernels, values_readable
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _forward_kernel = Kernel(
@@ -83,6 +83,14 @@ def _forward(
     logits: torch.Tensor, k: int, normalise: bool, replay_ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     logits = logits.contiguous()
+    if on_triton(logits):
+        weights, ids, probabilities, faults = triton_kernels("routing").route(
+            logits, k, normalise, replay_ids
+        )
+        if values_readable(faults) and bool((faults >= 0).any()):
+            row = int((faults >= 0).nonzero()[0])
+            raise InvalidInputError(_explain(row * 4 + int(faults[row]), probabilities, ids))
+        return weights, ids, probabilities
     probabilities = torch.empty(logits.shape, dtype=torch.float32)
     ids = replay_ids
     if ids is None:
@@ -143,6 +151,10 @@ class _Route(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         probabilities, ids = ctx.saved_tensors
         grad = grad.contiguous()
+        if on_triton(grad):
+            kernels = triton_kernels("routing")
+            grad_logits = kernels.route_backward(grad, probabilities, ids, ctx.normalise)
+            return grad_logits, None, None, None
         grad_logits = torch.empty_like(probabilities)
         _backward_kernel(
             grad.data_ptr(),

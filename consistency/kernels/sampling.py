@@ -8,7 +8,7 @@ import torch
 
 from consistency.errors import InvalidInputError, UnsupportedError
 from consistency.kernels._arguments import require_float, require_integer, require_shape
-from consistency.kernels._dispatch import one_device
+from consistency.kernels._dispatch import on_triton, one_device, triton_kernels, values_readable
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _sample_kernel = Kernel(
@@ -67,6 +67,13 @@ def sample(
     logits = logits.detach().contiguous()
     temperature = temperature.contiguous()
     seeds, positions = seeds.contiguous(), positions.contiguous()
+    if on_triton(logits):
+        kernels = triton_kernels("sampling")
+        tokens, faults = kernels.sample(logits, temperature, seeds, positions)
+        if values_readable(faults) and bool((faults >= 0).any()):
+            row = int((faults >= 0).nonzero()[0])
+            raise InvalidInputError(_explain(row * 3 + int(faults[row]), temperature))
+        return tokens
     tokens = torch.empty(rows, dtype=torch.int64)
     fault = ctypes.c_int64(-1)
     _sample_kernel(

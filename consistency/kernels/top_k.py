@@ -8,7 +8,7 @@ import torch
 
 from consistency.errors import InvalidInputError, UnsupportedError
 from consistency.kernels._arguments import require_float
-from consistency.kernels._dispatch import one_device
+from consistency.kernels._dispatch import on_triton, one_device, triton_kernels, values_readable
 from consistency.kernels.library import INT32, INT64, POINTER, Kernel, thread_count
 
 _top_k_kernel = Kernel(
@@ -43,6 +43,11 @@ def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
             f"k must be from 0 to the {scores.shape[1]} entries of a row, got {k}"
         )
     rows = scores.detach().contiguous()
+    if on_triton(rows):
+        values, ids = _on_gpu(rows, k)
+        if torch.is_grad_enabled() and scores.requires_grad:
+            values = scores.gather(1, ids)
+        return values, ids
     values = torch.empty((scores.shape[0], k), dtype=torch.float32)
     ids = torch.empty((scores.shape[0], k), dtype=torch.int64)
     fault = ctypes.c_int64(-1)
@@ -60,3 +65,12 @@ def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     if torch.is_grad_enabled() and scores.requires_grad:
         values = scores.gather(1, ids)
     return values, ids
+
+
+def _on_gpu(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if values_readable(scores):
+        broken = scores.isnan().any(1)
+        if bool(broken.any()):
+            row = int(broken.nonzero()[0])
+            raise InvalidInputError(f"scores[{row}] holds a NaN, which cannot be ordered")
+    return triton_kernels("routing").top_k(scores, k)

@@ -13,7 +13,7 @@ from consistency.kernels._arguments import (
     require_positive,
     require_shape,
 )
-from consistency.kernels._dispatch import one_device
+from consistency.kernels._dispatch import on_triton, one_device, triton_kernels
 from consistency.kernels._gemm import require_chunks
 from consistency.kernels.library import FLOAT, INT32, INT64, POINTER, Kernel, thread_count
 from consistency.kernels.lm_head import blocks_of_logits, require_head
@@ -82,8 +82,14 @@ def lm_head_partial(
             "it under torch.no_grad()"
         )
     targets = targets.contiguous()
-    out = torch.empty((4, hidden.shape[0]), dtype=torch.float32)
-    for start, _, logits in blocks_of_logits(hidden, weight):
+    out = hidden.new_empty((4, hidden.shape[0]), dtype=torch.float32)
+    for start, stop, logits in blocks_of_logits(hidden, weight):
+        if on_triton(logits):
+            kernels = triton_kernels("token_logprob")
+            rows = targets[start:stop]
+            found = kernels.partial(logits, rows, temperature, first=first, parts=parts)
+            out[:, start:stop] = kernels.join(found, finish=False)
+            continue
         _partial_kernel(
             logits.data_ptr(),
             logits.stride(0),
@@ -145,6 +151,8 @@ def stacked(partials: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
 def joined_statistics(partials: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(logprob, entropy, maximum, weight), each [T], from checked [R, 4, T]."""
     ranks, _, tokens = partials.shape
+    if on_triton(partials):
+        return triton_kernels("token_logprob").join(partials, finish=True).unbind()
     results = torch.empty((4, tokens), dtype=torch.float32).unbind()
     _join_kernel(partials.data_ptr(), ranks, tokens, *(result.data_ptr() for result in results))
     return results

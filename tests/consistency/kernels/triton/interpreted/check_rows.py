@@ -33,12 +33,12 @@ def exact_norm(x, weight, eps=1e-6, zero_centered=False):
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("width", [70, 1100])
 def test_rms_norm_is_accurate_forward_and_backward(wide, error, dtype, zero_centered, width):
-    leaves = wide(0, 34, width, dtype=dtype), torch.randn(width).to(dtype)
+    leaves = [wide(0, 34, width, dtype=dtype), torch.randn(width).to(dtype)]
     grad = torch.randn(34, width).to(dtype)
     doubles = [leaf.double() for leaf in leaves]
     bound = 2 * torch.finfo(dtype).eps
-    y = rms_norm(*leaves, 1e-6, zero_centered=zero_centered)
-    assert error(y, exact_norm(*doubles, zero_centered=zero_centered)) < bound
+    y = rms_norm(leaves[0], leaves[1], 1e-6, zero_centered=zero_centered)
+    assert error(y, exact_norm(doubles[0], doubles[1], zero_centered=zero_centered)) < bound
     ours = gradients(lambda x, w: rms_norm(x, w, 1e-6, zero_centered=zero_centered), leaves, grad)
     theirs = gradients(
         lambda x, w: exact_norm(x, w, zero_centered=zero_centered), doubles, grad.double()
