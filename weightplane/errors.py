@@ -74,3 +74,7 @@ class StagingMemoryError(WeightPlaneError, RuntimeError):
 
 class PlanError(WeightPlaneError, ValueError):
     """No plan leads from one layout to the other; the message names the tensor or slice."""
+
+
+class RecordingError(WeightPlaneError, ValueError):
+    """A loader does something with a weight that is no copy, or leaves a parameter unloaded."""
