@@ -18,6 +18,7 @@ from consistency.errors import (
     UnsupportedError,
 )
 from consistency.metrics import MismatchMetrics, mismatch_metrics
+from consistency.overrides import batch_invariant, disable, enable
 from consistency.patching import patch, unpatch
 from consistency.routing_replay import RoutingTrace
 
@@ -32,7 +33,10 @@ __all__ = [
     "RoutingTrace",
     "RoutingTraceError",
     "UnsupportedError",
+    "batch_invariant",
     "correction",
+    "disable",
+    "enable",
     "metrics",
     "mismatch_metrics",
     "patch",

@@ -15,7 +15,9 @@ EPS = 1e-5
 
 def run(x, weight, bias, grad):
     leaves = [t if t is None else t.detach().clone().requires_grad_() for t in (x, weight, bias)]
-    y = layer_norm(leaves[0], leaves[1], leaves[2], EPS)
+    leaf = leaves[0]
+    assert leaf is not None
+    y = layer_norm(leaf, leaves[1], leaves[2], EPS)
     wanted = [t for t in leaves if t is not None]
     return y.detach(), *torch.autograd.grad(y, wanted, grad)
 
