@@ -2,18 +2,21 @@
 
 Neither backend can read another process's memory, so the publisher serves: one thread and one
 process group of two ranks for every reader, made when it joins. No collective spans more than one
-reader; one that dies breaks its own group and nobody else's. Readers find the publisher through a
-``TCPStore`` on the loopback interface, unless another host is named.
+reader; one that dies breaks its own group and nobody else's. Everything listens on the loopback
+interface, unless another host is named.
 
-A read is a request (slot, offset, length; int64 [3]) and the bytes in answer. Over NCCL both go
+A read is a request (slot, offset, length) over a TCP connection of the pair, and the bytes in
+answer through the group. The connection also tells the publisher that a reader is gone, and lets it
+stop waiting for one: a receive of gloo can be ended by neither side alone. Over NCCL the bytes go
 through a buffer on the GPU, because staging buffers are host memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
+import struct
 import threading
-import uuid
 from datetime import timedelta
 from typing import Any
 
@@ -37,9 +40,9 @@ NAME = "torchdist"
 LOOPBACK = "127.0.0.1"
 
 _PUBLISHER, _READER = 0, 1
-_GOODBYE = -1
-_FOREVER = timedelta(days=365)
 
+_INDEX = struct.Struct("!q")
+_REQUEST = struct.Struct("!qqq")
 # torch's type stubs do not know the classes that are made in C++.
 _c10d: Any = torch.distributed
 _gloo: Any = getattr(_c10d, "ProcessGroupGloo", None)
@@ -47,10 +50,11 @@ _nccl: Any = getattr(_c10d, "ProcessGroupNCCL", None)
 
 
 class _Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The store that readers meet the publisher at, and the backend of the groups."""
+    """Where readers ask, the port of the store where groups form, and the groups' backend."""
 
     host: str
     port: int
+    store: int
     backend: str
 
 
@@ -133,15 +137,13 @@ class TorchDistTransport:
         self._store = _c10d.TCPStore(
             host, 0, None, is_master=True, timeout=self._join, wait_for_workers=False
         )
-        endpoint = _Endpoint(host, self._store.port, backend)
+        self._door = socket.create_server((host, 0))
+        endpoint = _Endpoint(host, self._door.getsockname()[1], self._store.port, backend)
         self._offer = Offer(NAME, slots, slot_bytes, endpoint=msgspec.msgpack.encode(endpoint))
-        # A client of its own, because waiting for a key keeps a client busy.
-        self._acceptor_store = _c10d.TCPStore(host, self._store.port, timeout=_FOREVER)
         self._lock = threading.Lock()
-        self._pairs: dict[int, _Pair] = {}
+        self._requests: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._closed = False
-        self._gate = f"close-{uuid.uuid4().hex}".encode()
         self._acceptor = threading.Thread(
             target=self._accept, name="weightplane-torchdist", daemon=True
         )
@@ -169,26 +171,32 @@ class TorchDistTransport:
             if self._closed:
                 return
             self._closed = True
-            pairs = list(self._pairs.values())
-        self._store.set(f"reader/{self._store.add('readers', 1) - 1}", self._gate)
-        for pair in pairs:
-            pair.group.abort()
+            for requests in self._requests:
+                _shut(requests)
+        _shut(self._door)
         for thread in (self._acceptor, *self._threads):
             thread.join(timeout)
             if thread.is_alive():
                 raise StalledError(f"thread {thread.name} did not end in {timeout:g} seconds")
+        self._door.close()
 
     def _accept(self) -> None:
-        """Start a thread for every reader that joins, until `close` says stop."""
+        """Start a thread for every reader that joins, until `close` shuts the door."""
         index = 0
-        while self._acceptor_store.get(f"reader/{index}") != self._gate:
+        while True:
+            try:
+                requests, _ = self._door.accept()
+            except OSError:
+                return
             with self._lock:
                 if self._closed:
+                    requests.close()
                     return
+                self._requests.add(requests)
                 self._threads = [thread for thread in self._threads if thread.is_alive()]
                 thread = threading.Thread(
                     target=self._serve,
-                    args=(index,),
+                    args=(requests, index),
                     name=f"weightplane-torchdist-{index}",
                     daemon=True,
                 )
@@ -196,33 +204,28 @@ class TorchDistTransport:
                 thread.start()
             index += 1
 
-    def _serve(self, index: int) -> None:
+    def _serve(self, requests: socket.socket, index: int) -> None:
         """Answer one reader until it leaves or dies."""
         slots = [torch.frombuffer(arena.bytes, dtype=torch.uint8) for arena in self._arenas]
-        request = torch.zeros(3, dtype=torch.int64)
+        pair: _Pair | None = None
         try:
+            requests.sendall(_INDEX.pack(index))
             store = _c10d.TCPStore(self._host, self._store.port, timeout=self._join)
             pair = _Pair(store, self._host, self._backend, _PUBLISHER, index, self._join)
-            with self._lock:
-                if self._closed:
-                    return
-                self._pairs[index] = pair
-            while True:
-                pair.receive(request, _FOREVER)
-                slot, offset, length = request.tolist()
-                if slot == _GOODBYE:
-                    return
+            while request := _receive(requests, _REQUEST.size):
+                slot, offset, length = _REQUEST.unpack(request)
                 check_range(self._offer, slot, offset, length)
                 pair.send(slots[slot][offset : offset + length])
-        except (RuntimeError, WeightPlaneError):
+        except (OSError, RuntimeError, WeightPlaneError):
             # The reader is gone, never connected, or asks for what is not there: its own read
             # fails and says so; there is nobody here to tell.
             return
         finally:
             with self._lock:
-                gone = self._pairs.pop(index, None)
-            if gone is not None:
-                gone.group.abort()
+                self._requests.discard(requests)
+            requests.close()
+            if pair is not None:
+                pair.group.abort()
 
 
 class TorchDistReader:
@@ -246,16 +249,24 @@ class TorchDistReader:
         self._offer = offer
         self._timeout = timedelta(seconds=stall_seconds)
         self._arenas = RegisteredArenas()
+        self._requests: socket.socket | None = None
         try:
-            store = _c10d.TCPStore(
-                endpoint.host, endpoint.port, timeout=self._timeout, wait_for_workers=False
+            self._requests = socket.create_connection(
+                (endpoint.host, endpoint.port), timeout=stall_seconds
             )
-            index = store.add("readers", 1) - 1
-            store.set(f"reader/{index}", b"join")
-            self._pair: _Pair | None = _Pair(
+            answer = _receive(self._requests, _INDEX.size)
+            if not answer:
+                raise TransferError("the publisher closed the connection")
+            store = _c10d.TCPStore(
+                endpoint.host, endpoint.store, timeout=self._timeout, wait_for_workers=False
+            )
+            (index,) = _INDEX.unpack(answer)
+            self._pair = _Pair(
                 store, endpoint.host, endpoint.backend, _READER, index, self._timeout
             )
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
+            if self._requests is not None:
+                self._requests.close()
             raise TransferError(
                 f"the publisher at {endpoint.host}:{endpoint.port} cannot be reached: {error}"
             ) from error
@@ -271,23 +282,36 @@ class TorchDistReader:
         self._arenas.require(destination)
         if not length:
             return
-        if self._pair is None:
+        if self._requests is None:
             raise TransferError("the connection to the publisher has failed before, or is closed")
         try:
-            self._pair.send(torch.tensor([slot, offset, length]))
+            self._requests.sendall(_REQUEST.pack(slot, offset, length))
             self._pair.receive(torch.frombuffer(destination, dtype=torch.uint8), self._timeout)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             # An answer may still be on its way: the pair cannot be used again.
-            self._pair.group.abort()
-            self._pair = None
+            self.close()
             raise TransferError(f"read of {length} bytes failed: {error}") from error
 
     def close(self) -> None:
-        """Say goodbye and end the group."""
-        pair, self._pair = self._pair, None
-        if pair is None:
-            return
-        # The publisher may be gone already.
-        with contextlib.suppress(RuntimeError):
-            pair.send(torch.tensor([_GOODBYE, 0, 0]))
-        pair.group.abort()
+        """End the group; the publisher sees the connection close."""
+        requests, self._requests = self._requests, None
+        if requests is not None:
+            requests.close()
+            self._pair.group.abort()
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    """Exactly ``count`` bytes, or none if the other end is gone."""
+    data = b""
+    while len(data) < count:
+        more = connection.recv(count - len(data))
+        if not more:
+            return b""
+        data += more
+    return data
+
+
+def _shut(connection: socket.socket) -> None:
+    """Wake whoever waits on a socket in another thread."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
