@@ -329,8 +329,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 def _views(base: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> list[Match]:
     try:
         return view_as_boxes(
-            tuple(base.shape), tuple(source.shape), source.storage_offset(), source.stride(),
-            target.storage_offset(), target.stride(),
+            tuple(base.shape), tuple(source.shape), int(source.storage_offset()), source.stride(),
+            int(target.storage_offset()), target.stride(),
         )  # fmt: skip
     except LayoutError as error:
         raise RecordingError(

@@ -147,11 +147,12 @@ def test_what_a_plan_delivers_equals_what_the_engines_own_loader_loads(size, dev
             assert numpy.array_equal(arrived, expected), storage.name
 
 
-def one(load, spec=None, shape=(4, 4), **settings):
+def one(load, spec=None, shape=(4, 4), padded=()):
     spec = spec or TensorSpec("w", (4, 4), "float32")
     parameter = torch.zeros(shape)
-    return record_load(lambda pairs: load(parameter, dict(pairs)["w"]), [spec], {"p": parameter},
-                       **settings)  # fmt: skip
+    return record_load(
+        lambda pairs: load(parameter, dict(pairs)["w"]), [spec], {"p": parameter}, padded
+    )
 
 
 @pytest.mark.parametrize(
