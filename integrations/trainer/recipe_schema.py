@@ -16,6 +16,7 @@ from integrations.trainer.recipe_sections import (
     EvaluationRecipe,
     LearnerSection,
     ModelRecipe,
+    QuantisationRecipe,
     RolloutRecipe,
     RolloutSection,
     SamplingRecipe,
@@ -67,6 +68,7 @@ class Recipe(Section):
     correction: CorrectionRecipe = TokenTisCorrection()
     routing_replay: bool = True
     """Replay the rollout's expert choices in the learner (MoE models)."""
+    quantisation: QuantisationRecipe | None = None
     drift: DriftRecipe = DriftRecipe()
     evaluation: EvaluationRecipe = EvaluationRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()

@@ -27,6 +27,7 @@ __all__ = [
     "EvaluationRecipe",
     "LearnerRecipe",
     "ModelRecipe",
+    "QuantisationRecipe",
     "RolloutRecipe",
     "SamplingRecipe",
     "Section",
@@ -288,6 +289,20 @@ class WatchdogRecipe(Section):
     """When a silent process counts as dead."""
 
     seconds: Positive = 120.0
+
+
+class QuantisationRecipe(Section):
+    """Weights that are trained and served quantised; the rest of the model stays in bf16."""
+
+    format: Literal["mxfp4"] = "mxfp4"
+    scale_rule: Literal["floor", "even", "rceil", "ceil"]
+    """How a block's scale follows from its largest magnitude; there is no default, because every
+    library has another one."""
+    targets: Literal["experts", "linears"] = "experts"
+    """``experts``: the expert weights. ``linears``: those, and every other linear but the router,
+    the embedding and the LM head."""
+    exclude: Annotated[tuple[Text, ...], BeforeValidator(_list_to_tuple)] = ()
+    """Full names of in-memory tensors that stay in bf16."""
 
 
 class ContractRecipe(Section):

@@ -56,7 +56,9 @@ class LearnerWorker:
         self._model = WorkerModel.of(recipe)
         correction = make_correction(recipe.correction.kind, **recipe.correction.limits)
         weights = self._model.initial_weights()
-        self._learner = Learner(recipe, self._model.decoder(), weights, correction)
+        self._learner = Learner(
+            recipe, self._model.decoder(), weights, correction, quantiser=self._model.quantiser
+        )
         self._publisher = Publisher(self._model.layout, stall_seconds=recipe.watchdog.seconds)
         for end in weight_sockets:
             self._publisher.attach(Channel(end))
@@ -113,7 +115,7 @@ class LearnerWorker:
 
     def _publish(self) -> tuple[str, float]:
         published_at = time.monotonic()
-        state = {name: weight.detach() for name, weight in self._learner.weights.items()}
+        state = self._model.to_wire(self._learner.optimizer.served_weights)
         version = self._publisher.publish(state, self._learner.version)
         return version.manifest, published_at
 

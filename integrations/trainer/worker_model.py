@@ -24,7 +24,9 @@ from integrations.trainer.model import (
     save_checkpoint,
     tensor_shapes,
 )
+from integrations.trainer.model.weights import Weight
 from integrations.trainer.model_source import ModelSource, resolve_model
+from integrations.trainer.quantisation import WeightQuantiser
 from integrations.trainer.recipe import Recipe, parse_recipe
 from integrations.trainer.tokenizer import Tokenizer, load_tokenizer
 from integrations.trainer.worker import ControlLink
@@ -76,16 +78,19 @@ class WorkerModel:
         recipe: the resolved recipe.
         source: where the model comes from, resolved.
         config: shape of the model.
+        quantiser: of the weights that are trained and served quantised, or None.
     """
 
     recipe: Recipe
     source: ModelSource
     config: ModelConfig
+    quantiser: WeightQuantiser | None = None
 
     @classmethod
     def of(cls, recipe: Recipe) -> WorkerModel:
         source = resolve_model(recipe)
-        return cls(recipe, source, ModelConfig.from_dict(source.config))
+        config = ModelConfig.from_dict(source.config)
+        return cls(recipe, source, config, WeightQuantiser.of(config, recipe.quantisation))
 
     @cached_property
     def contract(self) -> NumericsContract:
@@ -96,6 +101,8 @@ class WorkerModel:
         """What learner and rollout engines exchange; both derive it from the configuration."""
         dtype = str(COMPUTE_DTYPE).removeprefix("torch.")
         shapes = tensor_shapes(self.config)
+        if self.quantiser is not None:
+            return Layout.whole(self.quantiser.specs(shapes, dtype))
         return Layout.whole(TensorSpec(name, shape, dtype) for name, shape in shapes.items())
 
     def hello(self, role: str) -> Hello:
@@ -107,6 +114,14 @@ class WorkerModel:
             parameters=self.config.parameters,
             model_bytes=self.layout.byte_count,
         )
+
+    def to_wire(self, served: Mapping[str, Weight]) -> dict[str, Tensor]:
+        """The tensors of `layout`, from the learner's served weights."""
+        return WeightQuantiser.to_wire(served)
+
+    def from_wire(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Weight]:
+        """The weights of a rollout engine, from tensors of `layout`."""
+        return tensors if self.quantiser is None else self.quantiser.from_wire(tensors)
 
     def decoder(self) -> Decoder:
         return Decoder(self.config, self.contract)

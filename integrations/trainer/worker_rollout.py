@@ -134,7 +134,7 @@ class RolloutWorker:
         if engine is not None and any(v != engine.version for v in engine.versions_in_use):
             return
         started = time.monotonic()
-        weights = self._subscriber.commit(version).tensors
+        weights = self._model.from_wire(self._subscriber.commit(version).tensors)
         if engine is None:
             rollout = self._recipe.rollout
             self._engine = RolloutEngine(

@@ -23,7 +23,13 @@ from integrations.trainer.engine.scheduler import Scheduler
 from integrations.trainer.model.attention import KeyValueCache
 from integrations.trainer.model.config import ModelConfig
 from integrations.trainer.model.decoder import Decoder
-from integrations.trainer.model.weights import EMBEDDING, lm_head_weight, validate_weights
+from integrations.trainer.model.weights import (
+    EMBEDDING,
+    Weight,
+    dense,
+    lm_head_weight,
+    validate_weights,
+)
 from integrations.trainer.trajectory import FinishReason, GenerationRequest, Trajectory
 
 __all__ = ["RolloutEngine", "SwapPolicy"]
@@ -61,7 +67,7 @@ class RolloutEngine:
         self,
         config: ModelConfig,
         contract: NumericsContract,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, Weight],
         version: int,
         *,
         blocks: int,
@@ -76,7 +82,7 @@ class RolloutEngine:
         if version < 0:
             raise IntegrationError(f"version is {version}; weight versions start at 0")
         validate_weights(config, weights)
-        dtype = weights[EMBEDDING].dtype
+        dtype = dense(weights, EMBEDDING).dtype
         if str(dtype) != f"torch.{contract.compute_dtype}":
             raise IntegrationError(
                 f"the weights are {dtype}, but the contract computes in {contract.compute_dtype}"
@@ -254,7 +260,7 @@ class RolloutEngine:
 
     def swap(
         self,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, Weight],
         version: int,
         policy: SwapPolicy = "continue_with_kv",
     ) -> None:
@@ -281,9 +287,9 @@ class RolloutEngine:
         if version < 0 or version == self._weights.version:
             raise SwapError(f"version {version} cannot follow version {self._weights.version}")
         validate_weights(self.config, weights)
-        if weights[EMBEDDING].dtype != self._caches[0].keys.dtype:
+        if dense(weights, EMBEDDING).dtype != self._caches[0].keys.dtype:
             raise SwapError(
-                f"the new weights are {weights[EMBEDDING].dtype}, "
+                f"the new weights are {dense(weights, EMBEDDING).dtype}, "
                 f"the running ones {self._caches[0].keys.dtype}"
             )
         newest = WeightSet(self._weights.epoch + 1, version, dict(weights))

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
-import torch
 
 from consistency.routing_replay import Origin, Segment
 from consistency.routing_replay.segment import append_segment
+from integrations.trainer.model.weights import Weight
 from integrations.trainer.trajectory import GenerationRequest
 
 __all__ = ["Place", "RequestState", "RequestTable", "WeightSet"]
@@ -43,7 +43,7 @@ class WeightSet:
 
     epoch: int
     version: int
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Weight]
 
 
 @dataclass(slots=True, eq=False)

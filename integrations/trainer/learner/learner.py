@@ -34,6 +34,7 @@ from integrations.trainer.learner.optimizer import MasterOptimizer
 from integrations.trainer.model.attention import VarlenAttention
 from integrations.trainer.model.decoder import Decoder
 from integrations.trainer.model.weights import lm_head_weight
+from integrations.trainer.quantisation import WeightQuantiser
 from integrations.trainer.recipe import Recipe
 from integrations.trainer.trajectory import Trajectory
 
@@ -85,6 +86,7 @@ class Learner:
         weights: bf16 compute weights of `version`; stepped in place.
         correction: the rule for what the rollout engine did differently.
         version: weight version that `weights` are.
+        quantiser: of the weights that are trained and served quantised, or None.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Learner:
         weights: dict[str, Tensor],
         correction: CorrectionRule,
         version: int = 0,
+        quantiser: WeightQuantiser | None = None,
     ) -> None:
         settings = recipe.learner
         self._recipe = recipe
@@ -108,6 +111,7 @@ class Learner:
             weight_decay=settings.weight_decay,
             gradient_clip=settings.gradient_clip,
             warmup_steps=settings.warmup_steps,
+            quantiser=quantiser,
         )
         # A trajectory in a batch is at most `staleness.max` versions old when it is consumed, and
         # was prefilled under one version before that at the earliest.

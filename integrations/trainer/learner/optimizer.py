@@ -2,7 +2,8 @@
 
 The kernels add every weight gradient, in fp32, to the `main_grad` of the compute weight. The
 optimizer steps the fp32 master with it and rounds the master once into the compute weight, which
-is therefore exactly the tensor that is published to the rollout engines.
+is therefore exactly the tensor that is published to the rollout engines; with a quantiser, exactly
+the values of the codes that are published.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from consistency.quant import PackedTensor, unpack
 from integrations.errors import LearnerError
+from integrations.trainer.model.weights import Weight
+from integrations.trainer.quantisation import WeightQuantiser
 
 STATE_GROUPS = ("master", "exp_avg", "exp_avg_sq")
 
@@ -27,6 +31,8 @@ class MasterOptimizer:
         warmup_steps: steps over which the learning rate rises linearly from its first fraction.
         betas, weight_decay: of AdamW (arXiv 1711.05101).
         gradient_clip: largest global L2 norm of the gradient; larger gradients are scaled down.
+        quantiser: its tensors are packed after every step, and their compute weights are the
+            values of the packing; the gradient passes straight through to the master.
     """
 
     def __init__(
@@ -38,8 +44,11 @@ class MasterOptimizer:
         weight_decay: float,
         gradient_clip: float,
         warmup_steps: int = 0,
+        quantiser: WeightQuantiser | None = None,
     ) -> None:
         self._weights = dict(weights)
+        self._quantiser = quantiser
+        self._packed: dict[str, PackedTensor] = {}
         self._learning_rate = learning_rate
         self._warmup_steps = warmup_steps
         self._gradient_clip = gradient_clip
@@ -64,6 +73,13 @@ class MasterOptimizer:
         )
         self._steps = 0
         self._rate_scale = 1.0
+        if quantiser is not None:
+            self._round_into_weights()
+
+    @property
+    def served_weights(self) -> dict[str, Weight]:
+        """What rollout engines compute with: the compute weights, quantised ones as packed."""
+        return {**self._weights, **self._packed}
 
     @property
     def steps(self) -> int:
@@ -161,3 +177,8 @@ class MasterOptimizer:
     def _round_into_weights(self) -> None:
         for name, weight in self._weights.items():
             weight.copy_(self._master[name])
+        if self._quantiser is not None:
+            for name in self._quantiser.names:
+                weight = self._weights[name]
+                self._packed[name] = self._quantiser.pack(name, weight.detach())
+                weight.copy_(unpack(self._packed[name], dtype=weight.dtype))

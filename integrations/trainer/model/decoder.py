@@ -16,11 +16,12 @@ import torch
 
 from consistency import kernels
 from consistency.contract import NumericsContract
+from consistency.quant import quantised_linear, quantised_moe_experts
 from consistency.routing_replay import RoutingRecorder
 from integrations.errors import ModelConfigError
 from integrations.trainer.model.attention import AttentionContext
 from integrations.trainer.model.config import ModelConfig
-from integrations.trainer.model.weights import EMBEDDING, FINAL_NORM, LayerNames
+from integrations.trainer.model.weights import EMBEDDING, FINAL_NORM, LayerNames, Weight, dense
 
 __all__ = ["Decoder", "RoutingHook", "RoutingOverride"]
 
@@ -70,7 +71,7 @@ class Decoder:
 
     def forward(
         self,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, Weight],
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionContext,
@@ -79,7 +80,8 @@ class Decoder:
         """Hidden states after the final norm, ``[tokens, hidden]``.
 
         Args:
-            weights: the in-memory tensors of :func:`~.weights.tensor_shapes`.
+            weights: the in-memory tensors of :func:`~.weights.tensor_shapes`; those of linears and
+                experts may be packed, which changes no bit against their QDQ.
             token_ids: int64 ``[tokens]``, packed.
             positions: int64 ``[tokens]``, position of each token in its sequence.
             attention: which keys each token sees.
@@ -87,25 +89,25 @@ class Decoder:
                 (``RoutingReplayer``) decides them, and gradients still reach the router.
         """
         config = self.config
-        hidden = kernels.embedding(token_ids, weights[EMBEDDING])
+        hidden = kernels.embedding(token_ids, dense(weights, EMBEDDING))
         for layer, names in enumerate(self._names):
-            normed = kernels.rms_norm(hidden, weights[names.input_norm], config.rms_norm_eps)
+            normed = kernels.rms_norm(hidden, dense(weights, names.input_norm), config.rms_norm_eps)
             hidden = hidden + self._attention(layer, names, weights, normed, positions, attention)
-            normed = kernels.rms_norm(hidden, weights[names.mlp_norm], config.rms_norm_eps)
+            normed = kernels.rms_norm(hidden, dense(weights, names.mlp_norm), config.rms_norm_eps)
             if layer in self._sparse:
                 hidden = hidden + self._experts(layer, names, weights, normed, routing)
             else:
                 hidden = hidden + self._mlp(names, weights, normed)
-        return kernels.rms_norm(hidden, weights[FINAL_NORM], config.rms_norm_eps)
+        return kernels.rms_norm(hidden, dense(weights, FINAL_NORM), config.rms_norm_eps)
 
-    def _linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return kernels.linear(x, weight, tp_invariant=self._tp_invariant)
+    def _linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        return quantised_linear(x, weight, tp_invariant=self._tp_invariant)
 
     def _attention(
         self,
         layer: int,
         names: LayerNames,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, Weight],
         x: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionContext,
@@ -115,15 +117,15 @@ class Decoder:
         qkv = self._linear(x, weights[names.qkv]).view(-1, heads + 2 * kv_heads, config.head_dim)
         query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
         if config.qk_norm:
-            query = kernels.rms_norm(query, weights[names.query_norm], config.rms_norm_eps)
-            key = kernels.rms_norm(key, weights[names.key_norm], config.rms_norm_eps)
+            query = kernels.rms_norm(query, dense(weights, names.query_norm), config.rms_norm_eps)
+            key = kernels.rms_norm(key, dense(weights, names.key_norm), config.rms_norm_eps)
         query = kernels.rotary(query, positions, self._table)
         key = kernels.rotary(key, positions, self._table)
         mixed = attention.attend(layer, query, key, value, scale=self._scale)
         return self._linear(mixed.flatten(1), weights[names.output])
 
     def _mlp(
-        self, names: LayerNames, weights: Mapping[str, torch.Tensor], x: torch.Tensor
+        self, names: LayerNames, weights: Mapping[str, Weight], x: torch.Tensor
     ) -> torch.Tensor:
         gate_up = self._linear(x, weights[names.gate_up])
         return self._linear(kernels.silu_and_mul(gate_up), weights[names.down])
@@ -132,15 +134,18 @@ class Decoder:
         self,
         layer: int,
         names: LayerNames,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, Weight],
         x: torch.Tensor,
         routing: RoutingHook | None,
     ) -> torch.Tensor:
         logits = kernels.linear(
-            x, weights[names.router], out_dtype=torch.float32, tp_invariant=self._tp_invariant
+            x,
+            dense(weights, names.router),
+            out_dtype=torch.float32,
+            tp_invariant=self._tp_invariant,
         )
         scores, ids = self._route(layer, logits, routing)
-        return kernels.moe_experts(
+        return quantised_moe_experts(
             x,
             weights[names.expert_gate_up],
             weights[names.expert_down],

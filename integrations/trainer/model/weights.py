@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from consistency.quant import PackedTensor
 from integrations.errors import CheckpointError
 from integrations.trainer.model.config import ModelConfig
 
@@ -24,12 +25,17 @@ __all__ = [
     "FINAL_NORM",
     "LM_HEAD",
     "LayerNames",
+    "Weight",
     "checkpoint_parts",
+    "dense",
     "init_random",
     "lm_head_weight",
     "tensor_shapes",
     "validate_weights",
 ]
+
+Weight = torch.Tensor | PackedTensor
+"""A weight in memory; those of matrix products may be packed."""
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -180,20 +186,31 @@ def init_random(
     return weights
 
 
-def lm_head_weight(weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def dense(weights: Mapping[str, Weight], name: str) -> torch.Tensor:
+    """A weight that is not packed.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    weight = weights[name]
+    if isinstance(weight, PackedTensor):
+        raise CheckpointError(f"tensor {name} is packed; only linears and experts can be")
+    return weight
+
+
+def lm_head_weight(weights: Mapping[str, Weight]) -> torch.Tensor:
     """The weight of the LM head, ``[vocab, hidden]``: its own, or the tied embedding."""
-    head = weights.get(LM_HEAD)
-    return weights[EMBEDDING] if head is None else head
+    return dense(weights, LM_HEAD if LM_HEAD in weights else EMBEDDING)
 
 
-def validate_weights(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
-    """Check that ``weights`` holds exactly the tensors of ``config``, all of one dtype.
+def validate_weights(config: ModelConfig, weights: Mapping[str, Weight]) -> None:
+    """Check that ``weights`` holds exactly the tensors of ``config``, packed or of one dtype.
 
     Raises:
         CheckpointError: naming the first tensor that is missing, unknown, or of another shape.
     """
     shapes = tensor_shapes(config)
-    dtype = weights[EMBEDDING].dtype if EMBEDDING in weights else None
+    dtype = dense(weights, EMBEDDING).dtype if EMBEDDING in weights else None
     for name, shape in shapes.items():
         tensor = weights.get(name)
         if tensor is None:
@@ -202,7 +219,7 @@ def validate_weights(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -
             raise CheckpointError(
                 f"tensor {name} has shape {tuple(tensor.shape)}; this model needs {shape}"
             )
-        if tensor.dtype != dtype:
+        if isinstance(tensor, torch.Tensor) and tensor.dtype != dtype:
             raise CheckpointError(
                 f"tensor {name} is {tensor.dtype}, but {EMBEDDING} is {dtype}; use one dtype"
             )
