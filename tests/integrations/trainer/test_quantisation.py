@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from integrations.trainer.scoring import score_trajectories
 from weightplane.layout import Layout
 
 
-def quantiser(config, targets="experts", **fields) -> WeightQuantiser:
+def quantiser(
+    config, targets: Literal["experts", "linears"] = "experts", **fields
+) -> WeightQuantiser:
     recipe = QuantisationRecipe(scale_rule="rceil", targets=targets, **fields)
     found = WeightQuantiser.of(config, recipe)
     assert found is not None
