@@ -22,7 +22,7 @@ __all__ = ["PLAN_HELP", "plan_command", "plan_mapping", "read_side"]
 
 PLAN_HELP = (
     "Plan a weight transfer on paper: bytes, paths, and the simulated time.\n\n"
-    "A side is a layout file (JSON, see docs/weightplane.md) or a built-in layout of a"
+    "A side is a layout file (JSON, see docs/planning.md) or a built-in layout of a"
     " trillion-parameter mixture of experts: [bold]moe-1t/trainer:pipeline=8,expert=32[/bold] or"
     " [bold]moe-1t/rollout:tensor=8,expert=16,replicas=1[/bold], with"
     " [bold]moe-1t-fp8[/bold] and [bold]moe-1t-mxfp4[/bold] for other formats, and with any shape"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -250,4 +251,4 @@ def test_what_is_no_layout_is_refused_with_one_error(document):
 @pytest.mark.parametrize("field", ["chunk_bytes", "relay_fan_out", "ranks_per_host"])
 def test_settings_that_make_no_plan_are_refused_by_name(field):
     with pytest.raises(InvalidArgumentError, match=f"{field} is 0; use at least 1"):
-        PlanSettings(**{field: 0})
+        replace(PlanSettings(), **{field: 0})

@@ -91,7 +91,8 @@ class ToyEngine:
             elif name == "conv":
                 self.parameters["conv"].copy_(loaded.squeeze(1).clone())
             elif name.startswith("experts."):
-                self.load_expert(*name.split(".")[1:], loaded)
+                _, expert, kind = name.split(".")
+                self.load_expert(expert, kind, loaded)
             else:
                 self.parameters[name].copy_(loaded)
 

@@ -169,7 +169,7 @@ def test_dtensor_boxes_are_where_torch_puts_the_elements(fake_world, placements)
         try:
             mesh = init_device_mesh("cpu", (2, 3))
             held = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-            coordinate = mesh.get_coordinate()
+            coordinate = mesh.get_coordinate() or ()
             start, shape = local_box(TensorSpec.of("w", whole), (2, 3), coordinate, placements)
             cut = whole[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
             assert torch.equal(held.to_local(), cut)
