@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from integrations.errors import RunError, WorkerLostError
 from integrations.trainer import messages
-from integrations.trainer.buffer import AdmissionRule, Group, TrajectoryBuffer
-from integrations.trainer.evaluation import HeldOutEvaluation
+from integrations.trainer.buffer import Group, TrajectoryBuffer
+from integrations.trainer.dispatcher import Dispatcher
+from integrations.trainer.evaluation import EvaluationSchedule
 from integrations.trainer.journal import (
     CheckpointSaved,
     Evaluated,
@@ -30,8 +30,8 @@ from integrations.trainer.journal import (
 )
 from integrations.trainer.launcher import Worker, WorkerLost, WorkerPool
 from integrations.trainer.recipe import Recipe
-from integrations.trainer.sampling import group_requests
-from integrations.trainer.summary import RunSummary
+from integrations.trainer.summary import RunSummary, batch_facts
+from integrations.trainer.swaps import SwapCoordinator
 from integrations.trainer.tasks import TaskStream
 from integrations.trainer.tokenizer import Tokenizer
 from integrations.trainer.trajectory import Trajectory
@@ -81,33 +81,17 @@ class Controller:
         self._pool = WorkerPool(run_dir / "logs")
         self.summary = RunSummary()
 
-        learner = recipe.learner
         self._buffer = TrajectoryBuffer(
-            group_size=learner.samples_per_group, next_prompt=recovered.consumed_prompts
+            group_size=recipe.learner.samples_per_group, next_prompt=recovered.consumed_prompts
         )
-        slots = recipe.rollout.max_running * recipe.rollout.replicas
-        self._admission = AdmissionRule(
-            max_staleness=recipe.staleness.max,
-            groups_per_step=learner.groups_per_step,
-            max_concurrent=max(1, slots // learner.samples_per_group),
-        )
-        self._total_prompts = learner.steps * learner.groups_per_step
-        self._next_prompt = 0
-        self._running: dict[int, set[int]] = {}  # prompt index -> samples still to come
-        self._load: dict[str, int] = {}  # replica name -> samples in flight
-        self._request_replica: dict[str, str] = {}
-
+        self._dispatcher = Dispatcher(recipe, tasks, tokenizer, recovered)
+        self._swaps = SwapCoordinator()
         self._trained_version = -1
-        self._committed_version = -1
-        self._published_at: dict[int, float] = {}
-        self._staged: dict[int, dict[str, messages.VersionStaged]] = {}
-        self._commits: dict[int, set[str]] = {}
         self._busy_step: int | None = None
         self._step_facts: dict[str, float] = {}
         self._final_requested = False
         self._final_written = False
-        self._evaluation: HeldOutEvaluation | None = None
-        self._evaluated_versions: set[int] = set()
+        self._evaluations = EvaluationSchedule(recipe, tasks, tokenizer)
 
     # ------------------------------------------------------------------ life of the run
 
@@ -142,7 +126,8 @@ class Controller:
             self._pool.start("rollout", name, weight_sockets=[subscriber])
             for name, (_, subscriber) in zip(replicas, pairs, strict=True)
         ]
-        self._load = dict.fromkeys(replicas, 0)
+        self._dispatcher.attach(self._rollouts)
+        self._swaps.attach(frozenset(replicas))
         self._learner.waiting_for = "loading the model"
         self._learner.send(
             messages.StartLearner(text, str(self._run_dir), self._recovered.checkpoint_version)
@@ -155,28 +140,19 @@ class Controller:
     def _restore(self) -> None:
         """Put what an earlier process had completed back where it was."""
         recovered = self._recovered
-        self._next_prompt = recovered.next_prompt_index
         self._consumed = recovered.consumed_trajectories
         self._journal_completed = recovered.consumed_trajectories
         self._replay = list(recovered.planned_steps)
         for payload in recovered.trajectories:
             self._journal_completed += 1
             self._buffer.add(Trajectory.from_bytes(payload))
-        self._unfinished = list(recovered.unfinished_prompts)
         for entry in recovered.evaluations:
-            self._evaluated_versions.add(entry.version)
-            if entry.phase == "start":
-                self.summary.reward_start = entry.reward
-            elif entry.phase == "end":
-                self.summary.reward_end = entry.reward
+            self._evaluations.mark_done(entry.version)
+            self.summary.add_evaluation(entry.phase, entry.reward)
 
     def _complete(self) -> bool:
         """The last version is saved, serves everywhere, and is evaluated."""
-        return (
-            self._final_written
-            and self._evaluation is None
-            and self._recipe.learner.steps in self._evaluated_versions
-        )
+        return self._final_written and self._evaluations.complete
 
     # ------------------------------------------------------------------ messages
 
@@ -184,25 +160,14 @@ class Controller:
         try:
             worker, message = self._pool.inbox.get(timeout=POLL_SECONDS)
         except queue.Empty:
-            self._check_watchdog()
+            self._pool.check_watchdog(self._recipe.watchdog.seconds)
             return
         self._handle(worker, message)
         # Take what has queued up meanwhile: decisions are made once for all of it.
         with contextlib.suppress(queue.Empty):
             while True:
                 self._handle(*self._pool.inbox.get_nowait())
-        self._check_watchdog()
-
-    def _check_watchdog(self) -> None:
-        limit = self._recipe.watchdog.seconds
-        now = time.monotonic()
-        for worker in self._pool.workers:
-            silence = now - worker.last_message_at
-            if worker.waiting_for and silence > limit:
-                raise WorkerLostError(
-                    f"{worker.name} made no progress for {silence:.0f} s while "
-                    f"{worker.waiting_for} (watchdog.seconds is {limit:g}); its log: {worker.log}"
-                )
+        self._pool.check_watchdog(self._recipe.watchdog.seconds)
 
     def _handle(self, worker: Worker, message: object) -> None:
         match message:
@@ -227,14 +192,14 @@ class Controller:
             case messages.Generated():
                 self._on_generated(Trajectory.from_bytes(message.payload))
             case messages.VersionStaged():
-                self._staged.setdefault(message.version, {})[worker.name] = message
+                self._swaps.staged(worker.name, message)
             case messages.VersionRefused():
                 raise RunError(
                     f"{worker.name} refused weight version {message.version}: {message.reason}; "
                     f"it went on serving the version before"
                 )
             case messages.VersionCommitted():
-                self._on_committed(worker, message)
+                self._on_committed(worker.name, message)
             case messages.EngineActivity():
                 self._on_activity(worker, message)
             case messages.WorkerFailed():
@@ -268,14 +233,14 @@ class Controller:
 
     def _on_weights_ready(self, message: messages.WeightsReady) -> None:
         self._trained_version = message.version
-        self._published_at[message.version] = message.published_at
+        self._swaps.published(message.version, message.published_at)
         self._learner.waiting_for = ""
 
     def _on_step_finished(self, message: messages.StepFinished) -> None:
         self._busy_step = None
         self._learner.waiting_for = ""
         self._trained_version = message.version
-        self._published_at[message.version] = message.published_at
+        self._swaps.published(message.version, message.published_at)
         expected = self._recovered.step_digests.get(message.step)
         if expected is not None and expected != message.weights_digest:
             self._emit("replay_diverged", step=message.step)
@@ -299,16 +264,14 @@ class Controller:
             self._learner.send(messages.SaveCheckpoint(message.version))
 
     def _on_generated(self, trajectory: Trajectory) -> None:
-        replica = self._request_replica.pop(trajectory.request_id)
-        self._load[replica] -= 1
+        self._dispatcher.request_finished(trajectory.request_id)
         if trajectory.contract_digest != self._contract_digest:
             raise RunError(
                 f"trajectory {trajectory.request_id!r} was sampled under numerics contract "
                 f"{trajectory.contract_digest}, the run uses {self._contract_digest}"
             )
         response = self._tokenizer.decode(trajectory.response_ids)
-        if self._evaluation is not None and self._evaluation.owns(trajectory.request_id):
-            self._evaluation.add(trajectory.request_id, response)
+        if self._evaluations.add(trajectory.request_id, response):
             self._finish_evaluation()
             return
         prompt = self._tasks.prompt(trajectory.prompt_index)
@@ -322,35 +285,12 @@ class Controller:
         )
         self._journal_completed += 1
         self._buffer.add(scored)
-        samples = self._running[scored.prompt_index]
-        samples.discard(scored.sample_index)
-        if not samples:
-            del self._running[scored.prompt_index]
+        self._dispatcher.sample_finished(scored)
 
-    def _on_committed(self, worker: Worker, message: messages.VersionCommitted) -> None:
-        staged = self._staged[message.version][worker.name]
-        published = self._published_at[message.version]
-        event = self._emit(
-            "swap",
-            version=message.version,
-            replica=worker.name,
-            bytes=staged.bytes,
-            announced=self._to_run_time(staged.announced_at),
-            staged=self._to_run_time(staged.staged_at),
-            committed=self._to_run_time(message.committed_at),
-            stage_seconds=staged.staged_at - staged.announced_at,
-            swap_seconds=message.committed_at - published,
-            pause_seconds=message.pause_seconds,
-        )
+    def _on_committed(self, replica: str, message: messages.VersionCommitted) -> None:
+        event = self._emit("swap", **self._swaps.committed(replica, message, self._to_run_time))
         if message.version > 0:
             self.summary.add_swap(event)
-        waiting = self._commits[message.version]
-        waiting.discard(worker.name)
-        if not waiting:
-            self._committed_version = max(self._committed_version, message.version)
-            for version in [v for v in self._staged if v <= message.version]:
-                del self._staged[version]
-                self._commits.pop(version, None)
 
     def _on_activity(self, worker: Worker, message: messages.EngineActivity) -> None:
         event = self._emit(
@@ -374,28 +314,17 @@ class Controller:
         if self._trained_version < 0 or len(self._hellos) < len(self._pool.workers):
             return
         self._commit_staged()
-        if self._committed_version < 0:
+        if self._swaps.committed_version < 0:
             return
         self._start_evaluation()
-        if self._evaluation is not None and self._evaluation.exclusive:
+        if self._evaluations.exclusive:
             return
         self._plan_step()
         self._dispatch()
 
     def _commit_staged(self) -> None:
-        names = set(self._load)
-        ready = [
-            version
-            for version, replicas in self._staged.items()
-            if set(replicas) == names
-            and version not in self._commits
-            # A replica may report before the learner's own message has arrived.
-            and version in self._published_at
-        ]
-        # Versions are staged in order; a newer one that is whole everywhere supersedes the rest.
-        if ready:
-            version = max(ready)
-            self._commits[version] = names
+        version = self._swaps.begin_commit()
+        if version is not None:
             for rollout in self._rollouts:
                 rollout.send(messages.CommitVersion(version))
 
@@ -421,13 +350,12 @@ class Controller:
     def _request_final(self) -> None:
         if not self._final_requested:
             self._final_requested = True
-            self._learner.waiting_for = "writing the final checkpoint"
-            self._learner.last_message_at = time.monotonic()
+            self._learner.expect("writing the final checkpoint")
             self._learner.send(messages.SaveFinal())
 
     def _send_step(self, step: int, groups: list[Group]) -> None:
         trajectories = [sample for group in groups for sample in group.samples]
-        self._step_facts = self._describe(trajectories)
+        self._step_facts = batch_facts(trajectories, self._trained_version)
         self._consumed += len(trajectories)
         for sample in trajectories[:SAMPLES_SHOWN_PER_STEP]:
             self._emit(
@@ -441,95 +369,36 @@ class Controller:
             self._learner.send(messages.StepTrajectory(step, sample.to_bytes()))
         every = self._recipe.drift.every
         audit = every > 0 and step % every == 0
-        self._learner.waiting_for = f"training step {step}"
-        self._learner.last_message_at = time.monotonic()
+        self._learner.expect(f"training step {step}")
         self._busy_step = step
         self._learner.send(messages.RunStep(step, len(trajectories), audit))
 
-    def _describe(self, trajectories: list[Trajectory]) -> dict[str, float]:
-        staleness = [self._trained_version - min(sample.versions) for sample in trajectories]
-        lengths = [len(sample.response_ids) for sample in trajectories]
-        return {
-            "staleness_mean": sum(staleness) / len(staleness),
-            "staleness_max": float(max(staleness)),
-            "response_length_mean": sum(lengths) / len(lengths),
-        }
-
     def _dispatch(self) -> None:
-        learner = self._recipe.learner
-        accepted = (self._consumed + self._buffer.sample_count) // learner.samples_per_group
-        capacity = self._admission.capacity(
-            version=self._committed_version, accepted=accepted, running=len(self._running)
+        accepted = self._consumed + self._buffer.sample_count
+        self._dispatcher.dispatch(
+            self._swaps.committed_version, accepted // self._recipe.learner.samples_per_group
         )
-        while capacity > 0:
-            if self._unfinished:
-                index, done = self._unfinished.pop(0)
-            elif self._next_prompt < self._total_prompts:
-                index, done = self._next_prompt, frozenset()
-                self._next_prompt += 1
-            else:
-                return
-            self._send_group(index, done)
-            capacity -= 1
-
-    def _send_group(self, index: int, done: frozenset[int]) -> None:
-        samples = set(range(self._recipe.learner.samples_per_group)) - done
-        requests = group_requests(
-            self._recipe, self._tokenizer, self._tasks.prompt(index), sorted(samples)
-        )
-        self._running[index] = samples
-        self._send_requests(requests)
-
-    def _send_requests(self, requests: list[messages.GenerationRequest]) -> None:
-        """A group goes to one replica, so that its prompt is prefilled once."""
-        rollout = min(self._rollouts, key=lambda worker: self._load[worker.name])
-        self._load[rollout.name] += len(requests)
-        for request in requests:
-            self._request_replica[request.request_id] = rollout.name
-        rollout.send(messages.Generate(requests))
 
     # ------------------------------------------------------------------ evaluation
 
     def _start_evaluation(self) -> None:
-        version = self._committed_version
-        if self._evaluation is not None or version in self._evaluated_versions:
-            return
-        if version == 0:
-            phase = "start"
-        elif version == self._recipe.learner.steps:
-            phase = "end"
-        elif self._recipe.evaluation.every and version % self._recipe.evaluation.every == 0:
-            phase = "during"
-        else:
-            return
-        self._evaluated_versions.add(version)
-        self._evaluation = HeldOutEvaluation(
-            recipe=self._recipe,
-            tasks=self._tasks,
-            tokenizer=self._tokenizer,
-            version=version,
-            phase=phase,
-        )
-        for requests in self._evaluation.requests(len(self._rollouts)):
-            self._send_requests(requests)
+        evaluation = self._evaluations.begin(self._swaps.committed_version)
+        if evaluation is not None:
+            for requests in evaluation.requests(len(self._rollouts)):
+                self._dispatcher.send(requests)
 
     def _finish_evaluation(self) -> None:
-        evaluation = self._evaluation
-        if evaluation is None or not evaluation.done:
+        result = self._evaluations.finish()
+        if result is None:
             return
-        self._evaluation = None
-        reward = evaluation.reward
         self._journal.append(
-            Evaluated(version=evaluation.version, reward=reward, phase=evaluation.phase)
+            Evaluated(version=result.version, reward=result.reward, phase=result.phase)
         )
         self._emit(
             "evaluation",
-            version=evaluation.version,
-            reward=reward,
-            prompts=evaluation.prompts,
-            phase=evaluation.phase,
+            version=result.version,
+            reward=result.reward,
+            prompts=result.prompts,
+            phase=result.phase,
         )
-        if evaluation.phase == "start":
-            self.summary.reward_start = reward
-        elif evaluation.phase == "end":
-            self.summary.reward_end = reward
+        self.summary.add_evaluation(result.phase, result.reward)

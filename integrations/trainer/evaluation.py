@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from integrations.trainer.recipe import Recipe
@@ -71,3 +72,76 @@ class HeldOutEvaluation:
 
     def add(self, request_id: str, response: str) -> None:
         self._scores[request_id] = self._tasks.score(self._entries[request_id], response)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Mean held-out reward of one version."""
+
+    version: int
+    phase: Phase
+    reward: float
+    prompts: int
+
+
+class EvaluationSchedule:
+    """Evaluates the first version, the last, and every n-th in between; one at a time."""
+
+    def __init__(self, recipe: Recipe, tasks: TaskStream, tokenizer: Tokenizer) -> None:
+        self._recipe = recipe
+        self._tasks = tasks
+        self._tokenizer = tokenizer
+        self._current: HeldOutEvaluation | None = None
+        self._begun: set[int] = set()
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether an evaluation is running that no training prompt may disturb."""
+        return self._current is not None and self._current.exclusive
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last version is evaluated."""
+        return self._current is None and self._recipe.learner.steps in self._begun
+
+    def mark_done(self, version: int) -> None:
+        """An earlier process has evaluated this version."""
+        self._begun.add(version)
+
+    def begin(self, committed_version: int) -> HeldOutEvaluation | None:
+        """The evaluation to start now, or None."""
+        phase = self._phase(committed_version)
+        if phase is None or self._current is not None or committed_version in self._begun:
+            return None
+        self._begun.add(committed_version)
+        self._current = HeldOutEvaluation(
+            recipe=self._recipe,
+            tasks=self._tasks,
+            tokenizer=self._tokenizer,
+            version=committed_version,
+            phase=phase,
+        )
+        return self._current
+
+    def add(self, request_id: str, response: str) -> bool:
+        """Score a response; False if the request is not one of the evaluation's."""
+        if self._current is None or not self._current.owns(request_id):
+            return False
+        self._current.add(request_id, response)
+        return True
+
+    def finish(self) -> EvaluationResult | None:
+        """The result, once every response is in."""
+        current = self._current
+        if current is None or not current.done:
+            return None
+        self._current = None
+        return EvaluationResult(current.version, current.phase, current.reward, current.prompts)
+
+    def _phase(self, version: int) -> Phase | None:
+        if version == 0:
+            return "start"
+        if version == self._recipe.learner.steps:
+            return "end"
+        every = self._recipe.evaluation.every
+        return "during" if every and version % every == 0 else None

@@ -68,6 +68,11 @@ class Worker:
         except (ChannelError, StalledError) as error:
             raise WorkerLostError(f"{self.name} cannot be reached: {error}") from error
 
+    def expect(self, activity: str) -> None:
+        """Let the watchdog count from now until the worker has done `activity`."""
+        self.waiting_for = activity
+        self.last_message_at = time.monotonic()
+
     def describe_exit(self) -> str:
         """One clause that says how the process ended."""
         try:
@@ -139,6 +144,22 @@ class WorkerPool:
             worker.last_message_at = time.monotonic()
             for received in arrived:
                 self.inbox.put((worker, received.message))
+
+    def check_watchdog(self, limit_seconds: float) -> None:
+        """Notice a worker that is alive and silent though something is expected of it.
+
+        Raises:
+            WorkerLostError: a worker has been silent for longer than the limit.
+        """
+        now = time.monotonic()
+        for worker in self._workers:
+            silence = now - worker.last_message_at
+            if worker.waiting_for and silence > limit_seconds:
+                raise WorkerLostError(
+                    f"{worker.name} made no progress for {silence:.0f} s while "
+                    f"{worker.waiting_for} (watchdog.seconds is {limit_seconds:g}); "
+                    f"its log: {worker.log}"
+                )
 
     def stop(self, *, grace: float = STOP_GRACE_SECONDS) -> None:
         """Ask every worker to stop, wait, and kill what is left. Never raises for a dead worker."""

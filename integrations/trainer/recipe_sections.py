@@ -150,6 +150,8 @@ class TaskRecipe(Section):
     """Number of prompts that are kept for evaluation and never trained on."""
     prompt: str = "{question}"
     """What the model reads; ``{question}`` stands for the question."""
+    strip_prefix: str = ""
+    """Text that every question of the dataset begins with and that the model need not read."""
     system: Text | None = None
     """System message, for tokenizers with a chat template."""
 
@@ -178,6 +180,8 @@ class WarmStartRecipe(Section):
     steps: Count
     batch_size: Count = 64
     learning_rate: Positive = 1e-3
+    final_learning_rate: NotNegative = 0.0
+    """The learning rate falls to this, linearly."""
 
 
 class SamplingRecipe(Section):
@@ -232,6 +236,8 @@ class LearnerRecipe(Section):
     micro_batch_tokens: Count = 4096
     """Tokens of one forward pass."""
     learning_rate: Positive = 1e-3
+    schedule: Literal["constant", "linear"] = "constant"
+    """Of the learning rate after its rise; ``linear`` falls to 0 at the end of the last step."""
     weight_decay: NotNegative = 0.0
     betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_list_to_tuple)] = (0.9, 0.95)
     gradient_clip: Positive = 1.0

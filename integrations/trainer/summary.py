@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from integrations.trainer.trajectory import Trajectory
 
 
 @dataclass(slots=True)
@@ -47,6 +50,12 @@ class RunSummary:
         self.learner_busy += event["ended"] - event["started"]
         self.trajectories += int(event["trajectories"])
 
+    def add_evaluation(self, phase: str, reward: float) -> None:
+        if phase == "start":
+            self.reward_start = reward
+        elif phase == "end":
+            self.reward_end = reward
+
     def add_swap(self, event: dict[str, Any]) -> None:
         self.swap_seconds.append(event["swap_seconds"])
         self.pause_seconds.append(event["pause_seconds"])
@@ -85,3 +94,17 @@ class RunSummary:
 
 def _rate(count: float, per: float) -> float | None:
     return count / per if per > 0 else None
+
+
+def batch_facts(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """What the `step` event says about a batch that is trained on after `version`.
+
+    The staleness of a trajectory is that of its oldest token.
+    """
+    staleness = [version - min(sample.versions) for sample in trajectories]
+    lengths = [len(sample.response_ids) for sample in trajectories]
+    return {
+        "staleness_mean": sum(staleness) / len(staleness),
+        "staleness_max": float(max(staleness)),
+        "response_length_mean": sum(lengths) / len(lengths),
+    }

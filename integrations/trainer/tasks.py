@@ -173,8 +173,15 @@ class TaskStream:
         return self._make_chunk(chunk)[offset]
 
     def _prompt(self, index: int, entry: Mapping[str, Any]) -> Prompt:
+        question, prefix = _question(entry), self._recipe.strip_prefix
+        if not question.startswith(prefix):
+            raise TaskError(
+                f"task.strip_prefix is {prefix!r}, but prompt {index} asks {question[:80]!r}; "
+                "give a text that every question begins with, or leave it out"
+            )
         # Not str.format: a question or template may well contain other braces.
-        return Prompt(index, self._recipe.prompt.replace("{question}", _question(entry)), entry)
+        text = self._recipe.prompt.replace("{question}", question.removeprefix(prefix))
+        return Prompt(index, text, entry)
 
     def _draw_held_out(self) -> tuple[Mapping[str, Any], ...]:
         wanted = self._recipe.held_out

@@ -31,6 +31,7 @@ from integrations.trainer.learner.batch import (
     split_by_tokens,
 )
 from integrations.trainer.learner.optimizer import MasterOptimizer
+from integrations.trainer.learner.schedule import policy_gradient_rate, warm_start_rate
 from integrations.trainer.model.attention import VarlenAttention
 from integrations.trainer.model.decoder import Decoder
 from integrations.trainer.model.weights import lm_head_weight
@@ -40,9 +41,6 @@ from integrations.trainer.trajectory import Trajectory
 
 Example = tuple[Sequence[int], Sequence[int]]
 OnProgress = Callable[[], None]
-
-# Supervised steps over which the learning rate rises: fresh moments make the first ones noisy.
-WARM_START_WARMUP = 5
 
 
 @dataclass(slots=True)
@@ -106,11 +104,9 @@ class Learner:
         self.version = version
         self.optimizer = MasterOptimizer(
             weights,
-            learning_rate=settings.learning_rate,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
             gradient_clip=settings.gradient_clip,
-            warmup_steps=settings.warmup_steps,
             quantiser=quantiser,
         )
         # A trajectory in a batch is at most `staleness.max` versions old when it is consumed, and
@@ -125,7 +121,10 @@ class Learner:
         examples: Callable[[int], Sequence[Example]],
         on_step: Callable[[int, float], None],
     ) -> None:
-        """Next-token training on the tasks' own answers; then the optimizer starts afresh.
+        """Next-token training on the tasks' own answers.
+
+        The optimizer keeps its moments for the policy gradient. With fresh ones its first steps
+        would have full length whatever the gradient, and unlearn what was just learned.
 
         Args:
             examples: the (prompt, answer) token pairs of a step.
@@ -134,17 +133,11 @@ class Learner:
         settings = self._recipe.warm_start
         if settings is None:
             return
-        self.optimizer.set_schedule(settings.learning_rate, warmup_steps=WARM_START_WARMUP)
         for step in range(1, settings.steps + 1):
-            # Linear decay leaves the policy at rest when the policy gradient takes over.
-            remaining = 1.0 - (step - 1) / settings.steps
-            self.optimizer.scale_rate(remaining)
-            on_step(step, self._supervised_step(list(examples(step)), step))
-        self.optimizer.set_schedule(
-            self._recipe.learner.learning_rate, warmup_steps=self._recipe.learner.warmup_steps
-        )
+            rate = warm_start_rate(settings, step)
+            on_step(step, self._supervised_step(list(examples(step)), step, rate))
 
-    def _supervised_step(self, examples: list[Example], step: int) -> float:
+    def _supervised_step(self, examples: list[Example], step: int, rate: float) -> float:
         lengths = [len(prompt) + len(answer) - 1 for prompt, answer in examples]
         total = sum(len(answer) for _, answer in examples)
         self.optimizer.zero_gradient()
@@ -156,7 +149,7 @@ class Learner:
             self._require_finite(loss, f"warm start step {step}", what="loss")
             loss.backward()
             loss_sum += loss.item()
-        self.optimizer.step()
+        self.optimizer.step(rate)
         return loss_sum
 
     # ------------------------------------------------------------------ policy gradient
@@ -207,7 +200,8 @@ class Learner:
         )
         previous = self._snapshot()
         for index, batches in enumerate(minibatches):
-            self._update(batches, anchors[index] if anchors else None, totals, on_progress)
+            rate = policy_gradient_rate(settings, self.version * settings.minibatches + index)
+            self._update(batches, anchors[index] if anchors else None, rate, totals, on_progress)
         self._remember(previous)
         self.version += 1
         mismatch = mismatch_metrics(torch.cat(totals.anchors), torch.cat(totals.rollout))
@@ -246,6 +240,7 @@ class Learner:
         self,
         batches: Sequence[PackedBatch],
         anchors: Sequence[Tensor] | None,
+        rate: float,
         totals: _StepTotals,
         on_progress: OnProgress,
     ) -> None:
@@ -282,7 +277,7 @@ class Learner:
             loss.backward()
             totals.add(batch, loss, entropy, correction, policy, lp_old)
             on_progress()
-        totals.gradient_norm += self.optimizer.step()
+        totals.gradient_norm += self.optimizer.step(rate)
 
     def _logprobs(self, batch: PackedBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Logprob and entropy of every target, fp32 [tokens], with gradient."""

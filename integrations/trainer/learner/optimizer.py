@@ -27,8 +27,6 @@ class MasterOptimizer:
 
     Args:
         weights: compute weights by name, leaf tensors; `requires_grad` and `main_grad` are set.
-        learning_rate: peak learning rate.
-        warmup_steps: steps over which the learning rate rises linearly from its first fraction.
         betas, weight_decay: of AdamW (arXiv 1711.05101).
         gradient_clip: largest global L2 norm of the gradient; larger gradients are scaled down.
         quantiser: its tensors are packed after every step, and their compute weights are the
@@ -39,18 +37,14 @@ class MasterOptimizer:
         self,
         weights: Mapping[str, Tensor],
         *,
-        learning_rate: float,
         betas: tuple[float, float],
         weight_decay: float,
         gradient_clip: float,
-        warmup_steps: int = 0,
         quantiser: WeightQuantiser | None = None,
     ) -> None:
         self._weights = dict(weights)
         self._quantiser = quantiser
         self._packed: dict[str, PackedTensor] = {}
-        self._learning_rate = learning_rate
-        self._warmup_steps = warmup_steps
         self._gradient_clip = gradient_clip
         self._master: dict[str, Tensor] = {}
         for name, weight in self._weights.items():
@@ -67,12 +61,10 @@ class MasterOptimizer:
                 {"params": matrices, "weight_decay": weight_decay},
                 {"params": vectors, "weight_decay": 0.0},
             ],
-            lr=learning_rate,
             betas=betas,
             fused=True,
         )
         self._steps = 0
-        self._rate_scale = 1.0
         if quantiser is not None:
             self._round_into_weights()
 
@@ -100,8 +92,11 @@ class MasterOptimizer:
         ]
         return math.sqrt(math.fsum(squares))
 
-    def step(self) -> float:
+    def step(self, learning_rate: float) -> float:
         """Clip, step the master weights, round them into the compute weights.
+
+        Args:
+            learning_rate: of this step; the schedule is the caller's.
 
         Returns:
             The gradient norm before clipping.
@@ -120,27 +115,12 @@ class MasterOptimizer:
             for master in self._master.values():
                 if master.grad is not None:
                     master.grad.mul_(scale)
-        rate = self._learning_rate * self._rate_scale
-        if self._steps < self._warmup_steps:
-            rate *= (self._steps + 1) / (self._warmup_steps + 1)
         for group in self._adamw.param_groups:
-            group["lr"] = rate
+            group["lr"] = learning_rate
         self._adamw.step()
         self._steps += 1
         self._round_into_weights()
         return norm
-
-    def set_schedule(self, learning_rate: float, warmup_steps: int) -> None:
-        """Start a new phase (after the warm start): fresh moments, step count and rate."""
-        self._learning_rate = learning_rate
-        self._warmup_steps = warmup_steps
-        self._steps = 0
-        self._rate_scale = 1.0
-        self._adamw.state.clear()
-
-    def scale_rate(self, factor: float) -> None:
-        """Multiply the learning rate of the coming steps, for a schedule kept by the caller."""
-        self._rate_scale = factor
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Everything a resumed run needs, by group and weight name (no copies)."""
