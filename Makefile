@@ -17,10 +17,10 @@ help:
 	@echo 'make bench        CPU kernels against torch on this machine'
 
 quickstart: $(VENV)/.base
-	$(BIN)/lockstep train recipes/quickstart.yaml
+	$(BIN)/lockstep train recipes/quickstart.yaml --fresh
 
 smollm2: $(VENV)/.dev
-	$(BIN)/lockstep train recipes/smollm2.yaml
+	$(BIN)/lockstep train recipes/smollm2.yaml --fresh
 
 test: test-fast test-runs
 

@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from integrations.cli_errors import Invocation, exit_code, is_expected, one_line
+from integrations.cli_errors import InputError, Invocation, exit_code, is_expected, one_line
 from integrations.cli_output import check_target, write_json
 from integrations.cli_plan import PLAN_HELP, plan_command
 
@@ -125,6 +125,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run that run_dir holds.")
     ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Move a run that run_dir holds aside and start anew.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved recipe as YAML and stop.")
     ] = False,
@@ -137,6 +140,8 @@ def train(
     from integrations.trainer.recipe import load_recipe
 
     check_target("--json", json_file)
+    if resume and fresh:
+        raise InputError("--resume goes on with a run and --fresh starts anew: give one of them")
     given = list(overrides or ())
     # Quoted, because the value of an override is YAML and a folder may be called 1e3 or yes.
     chosen = [] if run_dir is None else [f"run_dir={json.dumps(str(run_dir))}"]
@@ -150,7 +155,12 @@ def train(
     if run_dir is not None:
         command += ["--run-dir", str(run_dir)]
     summary = run_training(
-        loaded, resume=resume, quiet=quiet, command=command, invocation=_invocation(context)
+        loaded,
+        resume=resume,
+        fresh=fresh,
+        quiet=quiet,
+        command=command,
+        invocation=_invocation(context),
     )
     if json_file is not None:
         write_json(json_file, summary)

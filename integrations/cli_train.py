@@ -28,6 +28,7 @@ from integrations.trainer.observers import (
     TensorBoardObserver,
 )
 from integrations.trainer.recipe import Recipe
+from integrations.trainer.run_lock import run_lock
 
 __all__ = ["print_recipe", "run_training"]
 
@@ -66,6 +67,7 @@ def run_training(
     recipe: Recipe,
     *,
     resume: bool,
+    fresh: bool = False,
     quiet: bool,
     command: Sequence[str],
     invocation: Invocation,
@@ -75,6 +77,7 @@ def run_training(
     Args:
         recipe: the validated recipe.
         resume: go on with the run that the run directory holds.
+        fresh: move a run that the run directory holds aside first.
         quiet: print nothing but errors.
         command: the words of this call without ``--resume``, to tell how to go on.
         invocation: learns when the run has begun.
@@ -90,6 +93,8 @@ def run_training(
     from integrations.trainer.run import train
 
     run_dir = Path(recipe.run_dir)
+    if fresh:
+        _set_aside(run_dir)
     _check_run_dir(run_dir, resume=resume)
     observers = ObserverGroup(
         _BeginObserver(invocation),
@@ -118,12 +123,29 @@ def run_training(
     return summary
 
 
+def _holds_run(run_dir: Path) -> bool:
+    return any(_has_content(run_dir / name) for name in TRACES_OF_A_RUN)
+
+
+def _set_aside(run_dir: Path) -> None:
+    """Rename the folder of an earlier run to the first free ``NAME-old-N`` beside it."""
+    if not _holds_run(run_dir):
+        return
+    # The lock, because a run that is still going on must not lose its folder.
+    with run_lock(run_dir):
+        number = 1
+        while (aside := run_dir.with_name(f"{run_dir.name}-old-{number}")).exists():
+            number += 1
+        run_dir.rename(aside)
+    typer.echo(f"lockstep: the earlier run is now {aside}", err=True)
+
+
 def _check_run_dir(run_dir: Path, *, resume: bool) -> None:
-    holds_run = any(_has_content(run_dir / name) for name in TRACES_OF_A_RUN)
+    holds_run = _holds_run(run_dir)
     if holds_run and not resume:
         raise InputError(
-            f"{run_dir} already holds a run: go on with it by --resume, or choose another place by"
-            " --run-dir DIR"
+            f"{run_dir} already holds a run: go on with it by --resume, set it aside by --fresh, "
+            "or choose another place by --run-dir DIR"
         )
     if resume and not holds_run:
         raise InputError(f"{run_dir} holds no run to go on with: leave out --resume to start one")

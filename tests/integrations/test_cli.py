@@ -22,6 +22,7 @@ from integrations.cli import main
 from integrations.cli_trace import layer_loads
 from integrations.errors import ModelSourceError, RunError, RunLockError
 from integrations.trainer.observers import JsonlObserver
+from integrations.trainer.run_lock import run_lock
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
@@ -196,6 +197,28 @@ def test_a_run_dir_that_holds_a_run_is_kept_unless_resume_is_asked_for(
     assert lockstep("train", RECIPE, "--run-dir", run_dir, "--resume")[0] == 0
     assert calls[0][1] is True
     assert (run_dir / "metrics.jsonl").read_bytes().startswith(before)
+
+
+def test_fresh_keeps_the_earlier_run_beside_the_new_one(lockstep, trainer, make_run, make_events):
+    trainer(make_events(versions=1))
+    run_dir = make_run(versions=1)
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    for number in (1, 2):
+        assert lockstep("train", RECIPE, "--run-dir", run_dir, "--fresh", "--quiet")[0] == 0
+        assert run_dir.with_name(f"{run_dir.name}-old-{number}").is_dir()
+    aside = run_dir.with_name(f"{run_dir.name}-old-1")
+    assert (aside / "metrics.jsonl").read_bytes() == before
+    code, _, err = lockstep("train", RECIPE, "--run-dir", run_dir, "--fresh", "--resume")
+    assert code == 2 and "give one of them" in one_line(err)
+
+
+def test_fresh_does_not_take_the_folder_from_a_run_that_goes_on(lockstep, trainer, make_run):
+    calls = trainer([])
+    run_dir = make_run(versions=1)
+    with run_lock(run_dir):
+        code, _, err = lockstep("train", RECIPE, "--run-dir", run_dir, "--fresh")
+    assert code != 0 and "in use by process" in one_line(err)
+    assert (run_dir / "metrics.jsonl").is_file() and not calls
 
 
 def test_resume_without_a_run_is_refused_because_a_mistyped_folder_would_start_afresh(

@@ -150,3 +150,18 @@ def test_an_index_outside_the_stream_is_refused(stream: TaskStream) -> None:
         stream.prompt(-1)
     with pytest.raises(TaskError, match=r"held-out prompt 64 is not within 0\.\.63"):
         stream.held_out(64)
+
+
+def test_a_constant_prefix_of_the_questions_is_left_out() -> None:
+    prefix = "State the final answer to the following arithmetic problem: "
+    plain, short = TaskStream(recipe()), TaskStream(recipe(strip_prefix=prefix))
+    for index in (0, 1, 2000):
+        assert plain.prompt(index).text == prefix + short.prompt(index).text
+        assert plain.prompt(index).entry == short.prompt(index).entry
+    assert plain.held_out(3).text == prefix + short.held_out(3).text
+
+
+def test_a_prefix_that_a_question_lacks_is_refused() -> None:
+    stream = TaskStream(recipe(strip_prefix="Compute: "))
+    with pytest.raises(TaskError, match=r"task\.strip_prefix is 'Compute: '.*prompt 0 asks 'State"):
+        stream.prompt(0)
