@@ -45,9 +45,9 @@ def ends_with_one_line(done: subprocess.CompletedProcess, *words: str) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_shared_memory():
-    before = set(os.listdir(SHARED_MEMORY))
+    before = set(SHARED_MEMORY.iterdir())
     yield
-    assert set(os.listdir(SHARED_MEMORY)) <= before
+    assert set(SHARED_MEMORY.iterdir()) <= before
 
 
 def test_a_missing_model_folder(tmp_path):
@@ -77,7 +77,7 @@ def test_a_loss_that_is_not_a_number(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small /dev/shm needs root")
 def test_a_full_shared_memory(tmp_path):
-    mount = "mount -t tmpfs -o size=512k tmpfs /dev/shm && exec \"$@\""
+    mount = 'mount -t tmpfs -o size=512k tmpfs /dev/shm && exec "$@"'
     prefix = ("unshare", "--mount", "--propagation", "private", "sh", "-c", mount, "sh")
     done = train(tmp_path / "run", "warm_start.steps=1", prefix=prefix)
     ends_with_one_line(done, "/dev/shm")

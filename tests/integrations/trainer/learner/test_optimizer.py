@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -82,7 +84,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value):
     fill(weights, 0)
     weights["norm"].main_grad[3] = value  # type: ignore[attr-defined]
     before = {name: weight.detach().clone() for name, weight in weights.items()}
-    with pytest.raises(LearnerError, match="gradient norm is (nan|inf) at optimizer step 1"):
+    with pytest.raises(LearnerError, match=r"gradient norm is (nan|inf) at optimizer step 1"):
         optimizer.step(1e-2)
     assert optimizer.steps == 0
     assert all(torch.equal(weight.detach(), before[name]) for name, weight in weights.items())
@@ -101,7 +103,7 @@ def test_the_warm_start_hands_over_at_its_final_rate():
     rates = [warm_start_rate(settings, step) for step in range(1, 101)]
     assert rates[0] == pytest.approx(1e-3 / 6)
     assert max(rates) < 1e-3
-    assert all(later < earlier for earlier, later in zip(rates[6:], rates[7:], strict=False))
+    assert all(later < earlier for earlier, later in pairwise(rates[6:]))
     assert rates[-1] == pytest.approx(2e-4 + 8e-4 / 100)
 
 
