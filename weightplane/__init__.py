@@ -8,6 +8,7 @@ inherited by one of them, carries the messages, and shared memory the weights. S
 from __future__ import annotations
 
 from weightplane.channel import Channel, channel_pair
+from weightplane.cluster_layout import ClusterLayout, RankLayout, Slice, Storage
 from weightplane.digest import Manifest, tensor_digest
 from weightplane.errors import (
     ChannelClosedError,
@@ -18,7 +19,9 @@ from weightplane.errors import (
     InvalidArgumentError,
     LayoutError,
     LayoutMismatchError,
+    PlanError,
     PublisherGoneError,
+    RecordingError,
     ShmSpaceError,
     StagingMemoryError,
     StalledError,
@@ -29,6 +32,7 @@ from weightplane.errors import (
 )
 from weightplane.events import Connection, EventKind, SubscriberEvent
 from weightplane.layout import Layout, Shard, TensorSpec
+from weightplane.plan import Plan, PlanSettings
 from weightplane.publisher import Publisher
 from weightplane.relay import Relay
 from weightplane.reports import Delivery, PeerState, PeerStatus, Publication
@@ -68,6 +72,12 @@ __all__ = [
     "Layout",
     "TensorSpec",
     "Shard",
+    "ClusterLayout",
+    "RankLayout",
+    "Storage",
+    "Slice",
+    "Plan",
+    "PlanSettings",
     "WeightVersion",
     "VersionState",
     "VersionRecord",
@@ -79,6 +89,8 @@ __all__ = [
     "InvalidArgumentError",
     "LayoutError",
     "LayoutMismatchError",
+    "PlanError",
+    "RecordingError",
     "VersionError",
     "DigestMismatchError",
     "CommitRefusedError",

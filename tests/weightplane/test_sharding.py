@@ -225,6 +225,24 @@ def test_tied_weights_are_sent_once_and_untied_copies_are_both_filled():
     assert plan(tied, module_layout(Tied(True), "rollout")).wire_bytes == made.wire_bytes
 
 
+def test_a_transformers_module_with_tied_embeddings_is_described_whole():
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    layout = module_layout(model, "trainer")
+    assert layout.ties == (("lm_head.weight", "model.embed_tokens.weight"),)
+    held = {spec.name for spec in layout.tensors} | {"lm_head.weight"}
+    assert held == set(model.state_dict())
+    assert plan(layout, module_layout(model, "rollout")).wire_bytes == sum(
+        parameter.numel() * parameter.element_size() for parameter in model.parameters()
+    )
+
+
 def test_weights_that_only_the_engine_ties_are_refused():
     with pytest.raises(
         PlanError, match=r"ties 'head\.weight' to 'embed\.weight', the source holds"
