@@ -14,11 +14,13 @@ from consistency.kernels._arguments import (
     DTYPE_CODES,
     require_float,
     require_integer,
+    require_positive,
     require_shape,
 )
 from consistency.kernels._autograd import once_differentiable
 from consistency.kernels._dispatch import one_device
 from consistency.kernels.library import FLOAT, INT32, INT64, POINTER, Kernel, thread_count
+from consistency.kernels.reductions import sum as sum_over
 
 # Mirrors kLargestHeadDim in cpu/attention_tile.hpp.
 LARGEST_HEAD_DIM = 256
@@ -27,14 +29,33 @@ _forward_kernel = Kernel(
     "lockstep_attention_forward",
     *(POINTER, INT64, INT64, POINTER, POINTER, POINTER, POINTER, INT32, POINTER, POINTER),
     *(POINTER, POINTER, POINTER, INT64, INT64, INT64),
-    *(INT64, INT64, INT64, INT64, INT64, FLOAT, INT32, POINTER),
+    *(INT64, INT64, INT64, INT64, INT64, FLOAT),
+    *(INT64, FLOAT, POINTER, INT32, POINTER),
 )
 _backward_kernel = Kernel(
     "lockstep_attention_backward",
     *(POINTER, POINTER, POINTER, POINTER, INT64, INT64, POINTER, POINTER, POINTER, POINTER),
     *(INT32, POINTER, POINTER, POINTER),
-    *(POINTER, INT64, INT64, INT64, INT64, INT64, FLOAT, INT32),
+    *(POINTER, INT64, INT64, INT64, INT64, INT64, FLOAT),
+    *(INT64, FLOAT, POINTER, POINTER, INT32),
 )
+
+
+# Mirrors kNoWindow in cpu/attention_tile.hpp.
+_NO_WINDOW = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class _Masking:
+    """What a query sees besides causality, and how its scores are bent; see `attention_varlen`."""
+
+    window: int
+    cap: float
+    sinks: torch.Tensor | None
+
+    @property
+    def sinks_pointer(self) -> int | None:
+        return None if self.sinks is None else self.sinks.data_ptr()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +70,15 @@ class _Pages:
 
 @one_device
 def attention_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, *, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """o[t] = sum over s <= t of softmax(scale q[t] . k[s]) v[s], within each sequence and head.
 
@@ -59,29 +88,42 @@ def attention_varlen(
         v: [T, Hkv, D] in the dtype of `q`.
         cu_seqlens: int32 [S + 1], from 0 to T, never falling: where the sequences start and end.
         scale: the factor of the scores, usually D ** -0.5.
+        window: a query at position t sees the keys t - window < s <= t; None: all s <= t.
+        sinks: float32 [Hq], a logit per head that joins the softmax's denominator and no value;
+            it has a gradient. None: no such logit.
+        soft_cap: above 0; scores become soft_cap tanh(scale q.k / soft_cap). None: they stay.
 
     Returns:
         [T, Hq, D] in the dtype of `q`, contiguous.
 
     Raises:
         UnsupportedError: a dtype, layout or device that the kernels do not take, or D > 256.
-        InvalidInputError: shapes that do not fit, or cu_seqlens that do not cut [0, T).
+        InvalidInputError: shapes that do not fit, cu_seqlens that do not cut [0, T), a window below
+            1, or a soft_cap that is not finite and positive.
 
     Order of reduction:
         Keys are cut into blocks of 64 at absolute positions, taken in order with a running maximum
         in fp32. In a block, a score is one chain of fused multiply-adds over d, times the scale;
         the weights fold into their sum by index modulo 16 and into the values by one chain over
-        the keys. A query's bits depend on its own row, its position and the keys up to it: the same
-        in `attention_paged`, decode, chunked prefill and any batch. In the backward a thread owns a
-        (sequence, key head): keys block by block, query rows in order in chunks of 64.
+        the keys. A window begins at its first key, wherever that lies in a block; a sink joins the
+        sum after the last block. A query's bits depend on its own row, its position and the keys up
+        to it: the same in `attention_paged`, decode, chunked prefill and any batch. In the backward
+        a thread owns a (sequence, key head): keys block by block, query rows in order in chunks of
+        64. The gradient of a sink is a `sum` over the tokens.
     """
     kv_heads, head_dim = _check_queries(q, k, v, cu_seqlens, "cu_seqlens", scale)
     require_shape("k", k, (q.shape[0], kv_heads, head_dim), "tokens, key heads, head_dim")
     require_shape("v", v, k.shape, "that of k")
     cu_seqlens = cu_seqlens.contiguous()
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, cu_seqlens, scale)
-    return _forward(_rows(q), _rows(k), _rows(v), cu_seqlens, scale, None, None)
+    masking = _masking(q, window, sinks, soft_cap)
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+    ):
+        return _Attention.apply(q, k, v, sinks, cu_seqlens, scale, masking)
+    return _forward(_rows(q), _rows(k), _rows(v), cu_seqlens, scale, masking, None, None)
 
 
 @one_device
@@ -94,6 +136,9 @@ def attention_paged(
     context_lengths: torch.Tensor,
     *,
     scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """`attention_varlen` for the last positions of sequences whose keys lie in pages; no gradient.
 
@@ -106,7 +151,7 @@ def attention_paged(
             block_tables[s, p // block_size]. Entries beyond the context are not read.
         query_starts: int32 [S + 1], from 0 to T, never falling.
         context_lengths: int32 [S], all keys of a sequence; its queries are its last positions.
-        scale: the factor of the scores.
+        scale, window, sinks, soft_cap: as in `attention_varlen`.
 
     Returns:
         [T, Hq, D] in the dtype of `q`, contiguous.
@@ -133,7 +178,24 @@ def attention_paged(
         raise InvalidInputError("k_cache must have a block_size of 1 or more, got 0")
     pages = _Pages(block_tables.contiguous(), context_lengths.contiguous(), block_size, blocks)
     query_starts = query_starts.contiguous()
-    return _forward(_rows(q), _rows(k_cache), _rows(v_cache), query_starts, scale, pages, None)
+    masking = _masking(q, window, sinks, soft_cap)
+    k_rows, v_rows = _rows(k_cache), _rows(v_cache)
+    return _forward(_rows(q), k_rows, v_rows, query_starts, scale, masking, pages, None)
+
+
+def _masking(
+    q: torch.Tensor, window: int | None, sinks: torch.Tensor | None, soft_cap: float | None
+) -> _Masking:
+    if window is not None and (type(window) is not int or window < 1):
+        raise InvalidInputError(f"window must be an integer of 1 or more, or None, got {window!r}")
+    if sinks is not None:
+        require_float("sinks", sinks, 1)
+        require_shape("sinks", sinks, q.shape[1:2], "one per head of q")
+        if sinks.dtype != torch.float32:
+            raise UnsupportedError(f"sinks must be float32, got {sinks.dtype}: convert them")
+        sinks = sinks.detach().contiguous()
+    cap = 0.0 if soft_cap is None else require_positive("soft_cap", soft_cap)
+    return _Masking(_NO_WINDOW if window is None else window, cap, sinks)
 
 
 def _check_queries(
@@ -182,6 +244,7 @@ def _forward(
     v: torch.Tensor,
     starts: torch.Tensor,
     scale: float,
+    masking: _Masking,
     pages: _Pages | None,
     log_sums: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -210,6 +273,9 @@ def _forward(
         k.shape[-2],
         q.shape[2],
         scale,
+        masking.window,
+        masking.cap,
+        masking.sinks_pointer,
         thread_count(),
         ctypes.addressof(fault),
     )
@@ -252,12 +318,15 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        sinks: torch.Tensor | None,
         cu_seqlens: torch.Tensor,
         scale: float,
+        masking: _Masking,
     ) -> torch.Tensor:
         q, k, v = _rows(q), _rows(k), _rows(v)
         log_sums = torch.empty(q.shape[:2], dtype=torch.float32)
-        out = _forward(q, k, v, cu_seqlens, scale, None, log_sums)
+        out = _forward(q, k, v, cu_seqlens, scale, masking, None, log_sums)
+        ctx.masking = masking
         ctx.save_for_backward(q, k, v, cu_seqlens, out, log_sums)
         ctx.scale = scale
         return out
@@ -267,6 +336,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         q, k, v, cu_seqlens, out, log_sums = ctx.saved_tensors
         grad = grad.contiguous()
+        masking: _Masking = ctx.masking
+        sink_terms = None if masking.sinks is None else torch.empty_like(log_sums)
         grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
         _backward_kernel(
             grad.data_ptr(),
@@ -290,6 +361,11 @@ class _Attention(torch.autograd.Function):
             k.shape[1],
             q.shape[2],
             ctx.scale,
+            masking.window,
+            masking.cap,
+            masking.sinks_pointer,
+            None if sink_terms is None else sink_terms.data_ptr(),
             thread_count(),
         )
-        return grad_q, grad_k, grad_v, None, None
+        grad_sinks = None if sink_terms is None else sum_over(sink_terms, 0)
+        return grad_q, grad_k, grad_v, grad_sinks, None, None, None

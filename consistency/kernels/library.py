@@ -32,7 +32,7 @@ FLOAT = ctypes.c_float
 VARIANTS = ("v4", "v3", "baseline")
 
 # Mirrors kRevision in cpu/revision.cpp. It changes when the arguments of any C function change.
-REVISION = 4
+REVISION = 5
 
 _BUILD_HINT = "build the kernels with `pip install -e .` or `python setup.py build_ext --inplace`"
 

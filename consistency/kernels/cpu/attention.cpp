@@ -1,11 +1,12 @@
 // Causal attention, forward: one kernel for variable-length prefill, chunked prefill and paged
 // decode.
 //
-// Order of reduction, for a query at absolute position p: the key blocks 0 .. p / 64 in order.
-// In a block: each score is one chain of fused multiply-adds over d, times the scale; the block's
+// Order of reduction, for a query at absolute position p: the key blocks 0 .. p / 64 in order, from
+// the first that a sliding window reaches. In a block: each score is one chain of fused
+// multiply-adds over d, times the scale, then bent by the soft-cap; the block's
 // weights exp(score - m) fold into their sum by index modulo 16, and into the values by one chain
-// over the keys; the running sum and output are rescaled by one fused multiply-add. The output is
-// divided by the sum and rounded once. Nothing else (batch, chunk, page size, head grouping,
+// over the keys; the running sum and output are rescaled by one fused multiply-add. A sink joins the
+// sum last, as a block without values. The output is divided by the sum and rounded once. Nothing else (batch, chunk, page size, head grouping,
 // threads) enters.
 #include <memory>
 #include <utility>
@@ -49,13 +50,15 @@ struct Scratch {
   }
 };
 
-// Turns a row of 64 scores into weights exp(scale * score - peak); returns their sum.
-float weights_of_scores(float* scores, int64_t visible, float scale, float& peak, float& previous) {
+// Turns a row of 64 products into weights exp(score - peak); returns their sum.
+float weights_of_scores(float* scores, Visible seen, float scale, float cap, float& peak,
+                        float& previous) {
   F16 values[4];
-  for (int g = 0; g < 4; ++g) values[g] = mul(load(scores + g * kLanes), set1(scale));
-  if (visible < kBlockKeys) {
+  for (int g = 0; g < 4; ++g) values[g] = bent_score(load(scores + g * kLanes), scale, cap);
+  if (seen.begin > 0 || seen.end < kBlockKeys) {
     for (int g = 0; g < 4; ++g) store(scores + g * kLanes, values[g]);
-    std::fill(scores + visible, scores + kBlockKeys, kLowest);
+    std::fill(scores, scores + std::min(seen.begin, seen.end), kLowest);
+    std::fill(scores + seen.end, scores + kBlockKeys, kLowest);
     for (int g = 0; g < 4; ++g) values[g] = load(scores + g * kLanes);
   }
   const float block_peak = max(max(max(values[0], values[1]), max(values[2], values[3])));
@@ -73,21 +76,24 @@ float weights_of_scores(float* scores, int64_t visible, float scale, float& peak
 // Rows [first, first + rows) of an item against the packed block.
 template <typename Position>
 void attend_tile(const Scratch& s, int64_t first, int rows, int64_t block, int64_t head_dim,
-                 float scale, Position position) {
+                 float scale, Masking masking, Position position) {
   const int64_t width = padded(head_dim);
-  const auto visible = [&](int r) { return visible_keys(position(first + r), block); };
+  const auto see = [&](int r) {
+    return visible_keys(position(first + r), block, masking.window);
+  };
   product(rows, s.queries + first * head_dim, head_dim, 1, head_dim, s.keys, kBlockKeys,
-          padded(visible(rows - 1)), s.scores, kBlockKeys, true);
+          padded(see(rows - 1).end), s.scores, kBlockKeys, true);
   float previous[kLanes] = {}, shifts[kLanes] = {}, totals[kTileRows];
   for (int r = 0; r < rows; ++r) {
-    totals[r] = weights_of_scores(s.scores + r * kBlockKeys, visible(r), scale, s.peaks[first + r],
-                                  previous[r]);
+    totals[r] = weights_of_scores(s.scores + r * kBlockKeys, see(r), scale, masking.cap,
+                                  s.peaks[first + r], previous[r]);
     shifts[r] = s.peaks[first + r] == kLowest ? 0.0f : s.peaks[first + r];
   }
   float rescale[kLanes];
   store(rescale, exp(sub(load(previous), load(shifts))));
-  causal_product(rows, s.scores, s.values, width, s.partial, visible);
+  masked_product(rows, s.scores, s.values, width, s.partial, see);
   for (int r = 0; r < rows; ++r) {
+    if (see(r).begin >= see(r).end) continue;
     s.sums[first + r] = __builtin_fmaf(s.sums[first + r], rescale[r], totals[r]);
     float* output = s.outputs + (first + r) * width;
     for (int64_t d = 0; d < width; d += kLanes)
@@ -104,6 +110,8 @@ struct Forward {
   const int32_t* starts;
   Shape shape;
   float scale;
+  Masking masking;
+  const float* sinks;  // per query head, may be null
 
   // context: keys of the sequence; its queries are the last positions of it.
   void run(const Item& item, int64_t context, const KeySource<kType>& k, const KeySource<kType>& v,
@@ -126,8 +134,9 @@ struct Forward {
     std::fill(s.outputs, s.outputs + rows * width, 0.0f);
     const int64_t last = position(rows - 1);
     const Element<kType>* addresses[kBlockKeys];
-    for (int64_t block = 0; block <= last / kBlockKeys; ++block) {
-      const int64_t keys = visible_keys(last, block);
+    const int64_t reach = std::max<int64_t>(0, position(0) - masking.window + 1);
+    for (int64_t block = reach / kBlockKeys; block <= last / kBlockKeys; ++block) {
+      const int64_t keys = visible_keys(last, block, kNoWindow).end;
       block_rows(k, block, item.head, keys, addresses);
       pack_transposed<kType>(addresses, keys, head_dim, s.keys);
       block_rows(v, block, item.head, keys, addresses);
@@ -135,15 +144,24 @@ struct Forward {
       int64_t row = std::max<int64_t>(0, block * kBlockKeys - position(0)) * group;
       for (; row < rows; row += kTileRows)
         attend_tile(s, row, static_cast<int>(std::min<int64_t>(kTileRows, rows - row)), block,
-                    head_dim, scale, position);
+                    head_dim, scale, masking, position);
     }
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t target = query_row(row) * shape.query_heads + item.head * group + row % group;
-      const F16 divisor = set1(s.sums[row]);
+      float peak = s.peaks[row], total = s.sums[row], factor = 1.0f;
+      if (sinks != nullptr) {
+        const float sink = sinks[item.head * group + row % group];
+        const float joined = sink > peak ? sink : peak;
+        factor = exp(peak - joined);
+        total = __builtin_fmaf(total, factor, exp(sink - joined));
+        peak = joined;
+      }
+      const F16 divisor = set1(total), scaling = set1(factor);
       for (int64_t d = 0; d < head_dim; d += kLanes)
         store_typed<kType>(out + target * head_dim + d,
-                           div(load(s.outputs + row * width + d), divisor), head_dim - d);
-      if (log_sums != nullptr) log_sums[target] = s.peaks[row] + log(s.sums[row]);
+                           div(mul(load(s.outputs + row * width + d), scaling), divisor),
+                           head_dim - d);
+      if (log_sums != nullptr) log_sums[target] = peak + log(total);
     }
   }
 };
@@ -187,14 +205,15 @@ using namespace lockstep;
 
 // q: strides (token, head, 1). k and v: strides (block, token, head, 1) when block_tables is given
 // (int32 [sequences, table_width], contexts int32 [sequences]), else (unused, token, head, 1). out
-// [queries, query_heads, head_dim] contiguous; log_sums fp32 [queries, query_heads] or null.
+// [queries, query_heads, head_dim] contiguous; log_sums fp32 [queries, query_heads] or null. window:
+// kNoWindow without one; cap: 0 without one; sinks fp32 [query_heads] or null.
 LOCKSTEP_API int32_t lockstep_attention_forward(
     const void* q, int64_t q_token_stride, int64_t q_head_stride, const void* k,
     const int64_t* k_strides, const void* v, const int64_t* v_strides, int32_t dtype, void* out,
     float* log_sums, const int32_t* query_starts, const int32_t* contexts,
     const int32_t* block_tables, int64_t table_width, int64_t block_size, int64_t blocks,
     int64_t sequences, int64_t queries, int64_t query_heads, int64_t kv_heads, int64_t head_dim,
-    float scale, int32_t threads, int64_t* fault) {
+    float scale, int64_t window, float cap, const float* sinks, int32_t threads, int64_t* fault) {
   return guarded([&] {
     *fault = check_sequences(query_starts, contexts, block_tables, table_width, block_size, blocks,
                              sequences, queries);
@@ -217,7 +236,8 @@ LOCKSTEP_API int32_t lockstep_attention_forward(
       using T = Element<type()>;
       const Forward<type()> forward{static_cast<const T*>(q), q_token_stride, q_head_stride,
                                     static_cast<T*>(out),     log_sums,       query_starts,
-                                    shape,                    scale};
+                                    shape,                    scale,
+                                    Masking{window, cap},     sinks};
       const auto source = [&](const void* base, const int64_t* strides, int64_t s) {
         return KeySource<type()>{static_cast<const T*>(base), strides[0], strides[1], strides[2],
                                  block_tables == nullptr ? nullptr : block_tables + s * table_width,

@@ -2,7 +2,8 @@
 //
 // Order of reduction: one thread owns a (sequence, key head) and walks its key blocks in order, and
 // inside a block the query rows in order (position, then head of the group) in chunks of 64.
-//   p = exp(scale q.k - log_sum); dv_j += p do; dp = do.v; ds = p (dp - do.o) scale;
+//   p = exp(score - log_sum); score = scale q.k, or cap tanh(scale q.k / cap), whose slope is
+//   1 - (score / cap)^2; dv_j += p do; dp = do.v; ds = p (dp - do.o) scale;
 //   dq_i += ds k; dk_j += ds q.
 // dk and dv add one chain per chunk, chunk by chunk; dq adds one chain per key block, block by
 // block. The order depends on the sequence alone: not on the batch, and not on the number of threads.
@@ -47,20 +48,30 @@ void add_rows(float* dst, const float* src, int64_t count) {
 }
 
 // total[j, :] += sum over rows that see key j, in order, of coefficient[row, j] * b[row, :].
-// first_row(j) is the first of the `rows` rows that sees it.
-template <typename FirstRow>
+// first_row(j) and last_row(j) bound those of the `rows` rows that see it; both rise with j.
+template <typename FirstRow, typename LastRow>
 void transposed_product(const float* coefficient, int64_t rows, const float* b, int64_t width,
-                        int64_t keys, float* partial, float* total, FirstRow first_row) {
+                        int64_t keys, float* partial, float* total, FirstRow first_row,
+                        LastRow last_row) {
+  const auto alone = [&](int64_t key, int i, int64_t from, int64_t to, bool fresh) {
+    if (fresh || from < to)
+      product(1, coefficient + from * kBlockKeys + key, 1, kBlockKeys,
+              std::max<int64_t>(to - from, 0), b + from * width, width, width, partial + i * width,
+              width, fresh);
+  };
   for (int64_t j = 0; j < keys; j += kTileRows) {
     const int count = static_cast<int>(std::min<int64_t>(kTileRows, keys - j));
-    const int64_t common = std::min(rows, first_row(j + count - 1));
-    for (int i = 0; i < count; ++i) {
-      const int64_t begin = std::min(common, first_row(j + i));
-      product(1, coefficient + begin * kBlockKeys + j + i, 1, kBlockKeys, common - begin,
-              b + begin * width, width, width, partial + i * width, width, true);
+    const auto begin_of = [&](int i) { return std::min(rows, first_row(j + i)); };
+    const auto end_of = [&](int i) { return std::clamp<int64_t>(last_row(j + i), 0, rows); };
+    const int64_t begin = begin_of(count - 1), end = end_of(0);
+    if (begin >= end) {
+      for (int i = 0; i < count; ++i) alone(j + i, i, begin_of(i), end_of(i), true);
+    } else {
+      for (int i = 0; i < count; ++i) alone(j + i, i, begin_of(i), begin, true);
+      product(count, coefficient + begin * kBlockKeys + j, 1, kBlockKeys, end - begin,
+              b + begin * width, width, width, partial, width, false);
+      for (int i = 0; i < count; ++i) alone(j + i, i, end, end_of(i), false);
     }
-    product(count, coefficient + common * kBlockKeys + j, 1, kBlockKeys, rows - common,
-            b + common * width, width, width, partial, width, false);
     add_rows(total + j * width, partial, count * width);
   }
 }
@@ -68,6 +79,7 @@ void transposed_product(const float* coefficient, int64_t rows, const float* b, 
 struct Shape {
   int64_t query_heads, kv_heads, head_dim;
   float scale;
+  Masking masking;
   int64_t group() const { return query_heads / kv_heads; }
 };
 
@@ -105,13 +117,13 @@ struct Backward {
   }
 
   // Weights and slopes of one tile of rows, and their share of dq.
-  template <typename Visible>
+  template <typename See>
   void query_tile(const Scratch& s, int64_t start, int64_t head, int64_t first, int64_t r, int rows,
-                  Visible visible) const {
+                  See see) const {
     const int64_t head_dim = shape.head_dim, width = padded(head_dim);
     float* weights = s.weights + r * kBlockKeys;
     float* slopes = s.slopes + r * kBlockKeys;
-    const int64_t columns = padded(visible(rows - 1));
+    const int64_t columns = padded(see(rows - 1).end);
     product(rows, s.queries + r * width, width, 1, head_dim, s.keys_transposed, kBlockKeys, columns,
             weights, kBlockKeys, true);
     product(rows, s.grads + r * width, width, 1, head_dim, s.values_transposed, kBlockKeys, columns,
@@ -122,12 +134,18 @@ struct Backward {
       for (int64_t j = 0; j < columns; j += kLanes) {
         float* weight = weights + i * kBlockKeys + j;
         float* slope = slopes + i * kBlockKeys + j;
-        const F16 p = exp(sub(mul(load(weight), set1(shape.scale)), log_sum));
+        const F16 score = bent_score(load(weight), shape.scale, shape.masking.cap);
+        const F16 p = exp(sub(score, log_sum));
+        F16 change = mul(p, sub(load(slope), delta));
+        if (shape.masking.cap != 0.0f) {
+          const F16 bend = div(score, set1(shape.masking.cap));
+          change = mul(change, fma(sub(zero(), bend), bend, set1(1.0f)));
+        }
         store(weight, p);
-        store(slope, mul(mul(p, sub(load(slope), delta)), set1(shape.scale)));
+        store(slope, mul(change, set1(shape.scale)));
       }
     }
-    causal_product(rows, slopes, s.keys, width, s.partial, visible);
+    masked_product(rows, slopes, s.keys, width, s.partial, see);
     for (int i = 0; i < rows; ++i)
       add_rows(grad_q + flat(start, head, first + r + i) * width, s.partial + i * width, width);
   }
@@ -145,22 +163,28 @@ struct Backward {
       pack_rows<kType>(addresses, keys, head_dim, width, s.keys);
       std::fill(s.grad_keys, s.grad_keys + keys * width, 0.0f);
       std::fill(s.grad_values, s.grad_values + keys * width, 0.0f);
-      const int64_t end = length * group;
+      const int64_t window = shape.masking.window;
+      // Behind the last query whose window reaches the block's last key nothing sees the block.
+      const int64_t beyond = std::min(length, std::min(window, length) + (block + 1) * kBlockKeys);
+      const int64_t end = beyond * group;
       for (int64_t first = block * kBlockKeys * group; first < end; first += kChunkRows) {
         const int64_t rows = std::min(kChunkRows, end - first);
         load_rows(s, start, head, first, rows);
         for (int64_t r = 0; r < rows; r += kTileRows)
           query_tile(s, start, head, first, r,
                      static_cast<int>(std::min<int64_t>(kTileRows, rows - r)), [&](int i) {
-                       return visible_keys((first + r + i) / group, block);
+                       return visible_keys((first + r + i) / group, block, window);
                      });
         const auto first_row = [&](int64_t j) {
           return std::max<int64_t>(0, (block * kBlockKeys + j) * group - first);
         };
+        const auto last_row = [&](int64_t j) {
+          return window > length ? rows : (block * kBlockKeys + j + window) * group - first;
+        };
         transposed_product(s.weights, rows, s.grads, width, keys, s.partial, s.grad_values,
-                           first_row);
+                           first_row, last_row);
         transposed_product(s.slopes, rows, s.queries, width, keys, s.partial, s.grad_keys,
-                           first_row);
+                           first_row, last_row);
       }
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t token = start + block * kBlockKeys + j;
@@ -191,15 +215,17 @@ std::vector<int64_t> longest_first(const int32_t* starts, int64_t sequences) {
 using namespace lockstep;
 
 // grad and out: contiguous [tokens, query_heads, head_dim]; q, k and v by strides (token, head, 1);
-// the gradients are contiguous. query_starts were checked by the forward.
+// the gradients are contiguous. query_starts were checked by the forward. window, cap and sinks as
+// there; sink_terms fp32 [tokens, query_heads]: what each row adds to the gradient of its sink.
 LOCKSTEP_API int32_t lockstep_attention_backward(
     const void* grad, const void* out, const float* log_sums, const void* q, int64_t q_token_stride,
     int64_t q_head_stride, const void* k, const int64_t* k_strides, const void* v,
     const int64_t* v_strides, int32_t dtype, void* grad_q, void* grad_k, void* grad_v,
     const int32_t* query_starts, int64_t sequences, int64_t tokens, int64_t query_heads,
-    int64_t kv_heads, int64_t head_dim, float scale, int32_t threads) {
+    int64_t kv_heads, int64_t head_dim, float scale, int64_t window, float cap, const float* sinks,
+    float* sink_terms, int32_t threads) {
   return guarded([&] {
-    const Shape shape{query_heads, kv_heads, head_dim, scale};
+    const Shape shape{query_heads, kv_heads, head_dim, scale, {window, cap}};
     const int64_t width = padded(head_dim), rows = tokens * query_heads;
     const std::vector<int64_t> order = longest_first(query_starts, sequences);
     std::vector<float> query_grads(rows * width), deltas(rows);
@@ -223,6 +249,8 @@ LOCKSTEP_API int32_t lockstep_attention_backward(
           lanes = fma(load_typed<type()>(grads + row * head_dim + d, head_dim - d),
                       load_typed<type()>(outputs + row * head_dim + d, head_dim - d), lanes);
         deltas[row] = sum(lanes);
+        if (sinks != nullptr)
+          sink_terms[row] = -(exp(sinks[row % query_heads] - log_sums[row]) * deltas[row]);
       });
       const Backward<type()> backward{grads,
                                       static_cast<const T*>(q),

@@ -175,23 +175,70 @@ inline void pack_transposed(const Element<kType>* const* rows, int64_t count, in
   }
 }
 
-// How many of the 64 keys of a block a query at `position` sees.
-inline int64_t visible_keys(int64_t position, int64_t block) {
-  return std::clamp<int64_t>(position + 1 - block * kBlockKeys, 0, kBlockKeys);
+// What a query sees besides causality, and how its scores are bent.
+struct Masking {
+  int64_t window;  // keys p - window < s <= p; no limit: kNoWindow
+  float cap;       // scores become cap tanh(score / cap); no cap: 0
+};
+
+constexpr int64_t kNoWindow = int64_t{1} << 62;
+
+// The keys [begin, end) of the 64 of a block that a query sees; begin >= end: none.
+struct Visible {
+  int64_t begin, end;
+};
+
+inline Visible visible_keys(int64_t position, int64_t block, int64_t window) {
+  const int64_t first = block * kBlockKeys;
+  return {std::clamp<int64_t>(position - window + 1 - first, 0, kBlockKeys),
+          std::clamp<int64_t>(position + 1 - first, 0, kBlockKeys)};
 }
 
-// dst[r, :] = sum over j < visible(r), in order, of coefficient[r, j] * b[j, :]. Keys that a row
-// does not see never enter its chain, not even with weight 0: they may be NaN.
-template <typename Visible>
-inline void causal_product(int rows, const float* coefficient, const float* b, int64_t columns,
-                           float* dst, Visible visible) {
-  int64_t common = kBlockKeys;
-  for (int r = 0; r < rows; ++r) common = std::min<int64_t>(common, visible(r));
-  product(rows, coefficient, kBlockKeys, 1, common, b, columns, columns, dst, columns, true);
-  for (int r = 0; r < rows; ++r)
-    if (visible(r) > common)
-      product(1, coefficient + r * kBlockKeys + common, kBlockKeys, 1, visible(r) - common,
-              b + common * columns, columns, columns, dst + r * columns, columns, false);
+// tanh(x) to a few ulp: an odd polynomial near 0, 1 - 2 / (exp(2 x) + 1) beyond.
+inline F16 tanh(F16 x) {
+  const F16 z = mul(x, x);
+  F16 p = set1(62.0f / 2835.0f);
+  p = fma(p, z, set1(-17.0f / 315.0f));
+  p = fma(p, z, set1(2.0f / 15.0f));
+  p = fma(p, z, set1(-1.0f / 3.0f));
+  const F16 near = fma(mul(p, z), x, x);
+  const F16 one = set1(1.0f), two = set1(2.0f);
+  const F16 far = sub(one, div(two, add(exp(mul(two, x)), one)));
+  return where_less(z, set1(0.0625f), near, far);
+}
+
+// scale * product, bent by the cap; slope: its derivative by scale * product.
+inline F16 bent_score(F16 product, float scale, float cap) {
+  const F16 score = mul(product, set1(scale));
+  return cap == 0.0f ? score : mul(set1(cap), tanh(div(score, set1(cap))));
+}
+
+// dst[r, :] = sum over the keys j that row r sees, in order, of coefficient[r, j] * b[j, :]. Keys
+// that a row does not see never enter its chain, not even with weight 0: they may be NaN.
+template <typename See>
+inline void masked_product(int rows, const float* coefficient, const float* b, int64_t columns,
+                           float* dst, See see) {
+  int64_t begin = 0, end = kBlockKeys;
+  for (int r = 0; r < rows; ++r) {
+    begin = std::max(begin, see(r).begin);
+    end = std::min(end, see(r).end);
+  }
+  const auto alone = [&](int r, int64_t from, int64_t to, bool fresh) {
+    if (fresh || from < to)
+      product(1, coefficient + r * kBlockKeys + from, kBlockKeys, 1, std::max<int64_t>(to - from, 0),
+              b + from * columns, columns, columns, dst + r * columns, columns, fresh);
+  };
+  if (begin >= end) {
+    for (int r = 0; r < rows; ++r) alone(r, see(r).begin, see(r).end, true);
+    return;
+  }
+  bool fresh = true;
+  for (int r = 0; r < rows; ++r) fresh = fresh && see(r).begin == begin;
+  if (!fresh)
+    for (int r = 0; r < rows; ++r) alone(r, see(r).begin, begin, true);
+  product(rows, coefficient + begin, kBlockKeys, 1, end - begin, b + begin * columns, columns,
+          columns, dst, columns, fresh);
+  for (int r = 0; r < rows; ++r) alone(r, end, see(r).end, false);
 }
 
 }  // namespace lockstep

@@ -4,7 +4,7 @@
 
 
 namespace {
-constexpr int32_t kRevision = 4;
+constexpr int32_t kRevision = 5;
 }
 
 LOCKSTEP_API int32_t lockstep_revision() { return kRevision; }
