@@ -18,7 +18,6 @@ words change. Publisher and subscriber both check the result by the digests of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy
@@ -27,9 +26,6 @@ from weightplane.errors import DigestMismatchError, InvalidArgumentError
 
 WORD_BYTES = 2
 BLOCK_WORDS = 1 << 16
-
-_COMPARE_BYTES = 1 << 20
-"""Bytes that are compared at a time: the comparison's result stays in the cache."""
 
 
 def encode_delta(base: numpy.ndarray, new: numpy.ndarray, target: numpy.ndarray) -> int | None:
@@ -51,41 +47,26 @@ def encode_delta(base: numpy.ndarray, new: numpy.ndarray, target: numpy.ndarray)
     room = (target.size - 4 * blocks) // 4
     if room < 0:
         return None
-    counts = numpy.zeros(blocks, numpy.int64)
+    counts = numpy.zeros(blocks, numpy.uint32)
     offsets: list[numpy.ndarray] = []
     values: list[numpy.ndarray] = []
     total = 0
-    words = new.view(numpy.uint16)
-    for start, positions in _changed(base, new):
-        absolute = positions + start // WORD_BYTES
-        total += len(absolute)
+    before, after = base.view(numpy.uint16), new.view(numpy.uint16)
+    for block in range(blocks):
+        # A block fits into the cache, and its offsets into 16 bits.
+        words = after[block * BLOCK_WORDS : (block + 1) * BLOCK_WORDS]
+        places = numpy.flatnonzero(before[block * BLOCK_WORDS : (block + 1) * BLOCK_WORDS] != words)
+        total += len(places)
         if total > room:
             return None
-        first = start // WORD_BYTES // BLOCK_WORDS
-        inside = numpy.bincount(absolute // BLOCK_WORDS - first)
-        counts[first : first + len(inside)] += inside
-        offsets.append((absolute % BLOCK_WORDS).astype(numpy.uint16))
-        values.append(words[absolute])
+        counts[block] = len(places)
+        offsets.append(places.astype(numpy.uint16))
+        values.append(words[places])
     target[: 4 * blocks].view(numpy.uint32)[:] = counts
     body = target[4 * blocks : 4 * blocks + 4 * total].view(numpy.uint16)
-    if total:
-        numpy.concatenate(offsets, out=body[:total])
-        numpy.concatenate(values, out=body[total:])
+    numpy.concatenate(offsets, out=body[:total])
+    numpy.concatenate(values, out=body[total:])
     return 4 * blocks + 4 * total
-
-
-def _changed(base: numpy.ndarray, new: numpy.ndarray) -> Iterator[tuple[int, numpy.ndarray]]:
-    """Pairs of a start in bytes and the changed words after it, int64, growing."""
-    for start in range(0, base.size, _COMPARE_BYTES):
-        stop = min(start + _COMPARE_BYTES, base.size)
-        left, right = base[start:stop].view(numpy.uint64), new[start:stop].view(numpy.uint64)
-        # Four words at a time first: most fours are unchanged; finding the others is what costs.
-        fours = numpy.flatnonzero(left != right)
-        if not len(fours):
-            continue
-        differs = left[fours].view(numpy.uint16) != right[fours].view(numpy.uint16)
-        positions = (fours[:, None] * 4 + numpy.arange(4)).reshape(-1)[differs]
-        yield start, positions
 
 
 def _block_count(size: int) -> int:

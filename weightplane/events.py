@@ -19,6 +19,7 @@ class EventKind(enum.StrEnum):
     """What an owner may want to react to."""
 
     CONNECTED = "connected"
+    OFFERED = "offered"
     STAGED = "staged"
     ABORTED = "aborted"
     LOST = "lost"

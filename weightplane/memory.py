@@ -97,6 +97,13 @@ class BufferPool:
         self._buffers.append(buffer)
         return buffer
 
+    def take_in_place(self) -> StagingBuffer:
+        """The first buffer, whoever still computes with it: for an owner that has paused."""
+        self.warm(1)
+        buffer = self._buffers[0]
+        buffer.taken = True
+        return buffer
+
     def warm(self, count: int) -> None:
         """Make one more buffer if fewer than ``count`` exist, so that a later `take` is free."""
         if len(self._buffers) < min(count, self._limit):

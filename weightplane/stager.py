@@ -66,6 +66,7 @@ class Stager:
         readers: how to open each transport.
         warm_buffers: how many buffers to have ready, so that staging pays no first touch.
         buffer_wait_seconds: how long a version waits for the owner to let go of old tensors.
+        in_place: whether versions wait for `proceed` and take the place of what serves.
         partial: what the stager before this one had of a version when its source was lost.
     """
 
@@ -81,6 +82,7 @@ class Stager:
         readers: Mapping[str, Callable[[Offer], Reader]],
         warm_buffers: int,
         buffer_wait_seconds: float,
+        in_place: bool = False,
         partial: Partial | None = None,
     ) -> None:
         self._channel = channel
@@ -93,6 +95,9 @@ class Stager:
         self._warm_buffers = warm_buffers
         self._buffer_wait_seconds = buffer_wait_seconds
         self._runs = cut_into_runs(layout)
+        self._in_place = in_place
+        self._waiting: Announce | None = None
+        self._proceed = False
         self._partial = partial
         self._reader: Reader | None = None
         self._slots = 0
@@ -135,6 +140,7 @@ class Stager:
                 self._outbox_wakeup.clear()
                 for received in self._channel.read():
                     self._handle(received)
+                self._take_in_place()
             self._send_outbox()
             self._channel.queue(Goodbye("the subscriber was closed"))
             self._channel.flush()
@@ -165,7 +171,9 @@ class Stager:
                 self._join(message, received.descriptors)
                 return
             case Announce() if self._reader is not None and not received.descriptors:
-                if not self._stop.is_set():
+                if self._in_place and self._store.active is not None:
+                    self._offer(message)
+                elif not self._stop.is_set():
                     self._stage(message, self._reader)
                     self._send_outbox()
                     self._pool.warm(self._warm_buffers)
@@ -186,6 +194,31 @@ class Stager:
                 raise ChannelError(
                     f"the publisher sent a {type(message).__name__} message out of turn"
                 )
+
+    def proceed(self) -> None:
+        """The owner has paused: fetch the version that waits. From any thread."""
+        self._proceed = True
+        self._outbox_wakeup.set()
+
+    def _offer(self, announce: Announce) -> None:
+        """Let a version wait for the owner's pause; a newer one takes the place of an older."""
+        version = WeightVersion(announce.number, announce.base, announce.manifest, announce.created)
+        if not self._store.announce(version, announce.announced_at):
+            return
+        if self._waiting is not None:
+            self._store.abort(
+                self._waiting.number,
+                f"weight version {announce.number} came before the owner paused for this one",
+            )
+        self._waiting = announce
+        self._store.offered(announce.number)
+
+    def _take_in_place(self) -> None:
+        announce = self._waiting
+        if self._proceed and announce is not None and self._reader is not None:
+            self._proceed, self._waiting = False, None
+            self._stage(announce, self._reader)
+            self._send_outbox()
 
     def _join(self, welcome: Welcome, descriptors: tuple[int, ...]) -> None:
         try:
@@ -310,6 +343,8 @@ class Stager:
 
     def _obtain_buffer(self, number: int) -> StagingBuffer:
         """A buffer that nothing refers to; waits for the owner to let go of one if it must."""
+        if self._in_place:
+            return self._pool.take_in_place()
         deadline = time.monotonic() + self._buffer_wait_seconds
         while True:
             self._store.make_room()

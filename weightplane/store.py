@@ -13,7 +13,6 @@ from collections import deque
 from weightplane.errors import (
     ClosedError,
     CommitRefusedError,
-    InvalidArgumentError,
     StalledError,
     VersionError,
     WeightPlaneError,
@@ -21,7 +20,7 @@ from weightplane.errors import (
 from weightplane.events import Connection, EventKind, SubscriberEvent
 from weightplane.memory import BufferPool
 from weightplane.messages import Aborted, Committed, Message, Retired, Staged
-from weightplane.swap import Held, Invalidate, Swap
+from weightplane.swap import DerivedCaches, Held, Invalidate, Swap
 from weightplane.version import (
     Transfer,
     VersionLedger,
@@ -54,8 +53,8 @@ class VersionStore:
         self._active: Held | None = None
         self._retained: deque[Held] = deque()
         self._dropped: list[Held] = []
-        self._caches: dict[str, Invalidate] = {}
-        self._swapping: Held | None = None
+        self._caches = DerivedCaches()
+        self._swapping: WeightVersion | None = None
         self._connection = Connection.CONNECTING
         self._loss: WeightPlaneError | None = None
         self._outbox: deque[Message] = deque()
@@ -103,9 +102,7 @@ class VersionStore:
     def register_cache(self, name: str, invalidate: Invalidate) -> None:
         """Have ``invalidate`` called in every swap from now on."""
         with self._changed:
-            if name in self._caches:
-                raise InvalidArgumentError(f"a cache called {name!r} is registered already")
-            self._caches[name] = invalidate
+            self._caches.register(name, invalidate)
 
     def take_events(self) -> tuple[SubscriberEvent, ...]:
         """The events since the last call, oldest first."""
@@ -142,8 +139,9 @@ class VersionStore:
         """Make staged version ``number`` the active one."""
         begun = time.monotonic()
         with self._changed:
-            self._begin_swap(self._find_staged(number))
-        target, invalidated = self._invalidate()
+            target = self._find_staged(number)
+            self._begin_swap(target.version)
+        invalidated = self._invalidate(target.version)
         with self._changed:
             previous = self._active
             self._active, self._swapping = target, None
@@ -162,14 +160,62 @@ class VersionStore:
         self._wake_sender()
         return Swap.between(target, previous, invalidated, now - begun)
 
+    def release_active(self, number: int) -> Held | None:
+        """Let go of what serves, so that offered version ``number`` can take its place in memory.
+
+        Caches are invalidated first; if one cannot be, what serves goes on serving.
+        """
+        with self._changed:
+            record = self._ledger.get(number)
+            if record is None or record.state is not VersionState.ANNOUNCED:
+                what = "was never offered" if record is None else f"is {record.state}"
+                raise VersionError(f"weight version {number} {what} and cannot be taken in place")
+            self._begin_swap(record.version)
+            previous = self._active
+        self._invalidate(record.version)
+        with self._changed:
+            self._active = self._swapping = None
+            if previous is not None:
+                self._retire(previous, f"weight version {number} takes its place in memory")
+        return previous
+
+    def wait_ended(self, number: int, timeout: float) -> None:
+        """Wait until version ``number`` is staged.
+
+        Raises:
+            StalledError: it is not after ``timeout`` seconds.
+            VersionError: it was aborted; says why.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while True:
+                record = self._ledger.get(number)
+                if record is not None and record.state is VersionState.STAGED:
+                    return
+                if record is None or record.state is VersionState.ABORTED or self._loss is not None:
+                    reason = str(self._loss or "") if record is None else record.reason
+                    raise VersionError(f"weight version {number} did not arrive: {reason}")
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise StalledError(
+                        f"weight version {number} is not here in {timeout:g} seconds"
+                    )
+                self._changed.wait(remaining)
+
+    def offered(self, number: int) -> None:
+        """A version waits for the owner's pause."""
+        with self._changed:
+            self._emit(SubscriberEvent(EventKind.OFFERED, time.monotonic(), number))
+
     def rollback(self) -> Swap:
         """Make the newest retained version the active one again; the active one is retired."""
         begun = time.monotonic()
         with self._changed:
             if not self._retained:
                 raise VersionError("there is no previous weight version to roll back to")
-            self._begin_swap(self._retained[-1])
-        target, invalidated = self._invalidate()
+            target = self._retained[-1]
+            self._begin_swap(target.version)
+        invalidated = self._invalidate(target.version)
         with self._changed:
             previous = self._active
             self._active, self._swapping = self._retained.pop(), None
@@ -214,7 +260,9 @@ class VersionStore:
     def make_room(self) -> None:
         """Retire the oldest staged version if another one would be too many."""
         with self._changed:
-            candidates = [held for held in self._staged.values() if held is not self._swapping]
+            candidates = [
+                held for held in self._staged.values() if held.version is not self._swapping
+            ]
             if candidates and len(self._staged) >= self._stage_ahead:
                 oldest = candidates[0]
                 del self._staged[oldest.version.number]
@@ -301,42 +349,25 @@ class VersionStore:
     def _newest_staged(self) -> Held:
         return self._staged[max(self._staged)]
 
-    def _begin_swap(self, target: Held) -> None:
+    def _begin_swap(self, target: WeightVersion) -> None:
         self._require_open()
         if self._swapping is not None:
             raise CommitRefusedError(
-                f"a swap to weight version {self._swapping.version.number} is running; "
+                f"a swap to weight version {self._swapping.number} is running; "
                 "an invalidation must not commit or roll back"
             )
         self._swapping = target
 
-    def _invalidate(self) -> tuple[Held, tuple[str, ...]]:
-        """Invalidate every cache for the swap that has begun.
-
-        Before the swap, because dropping a cache is always right, while serving one that belongs to
-        other weights never is: if one cannot be dropped, the old version goes on with what is left.
-        """
-        target = self._swapping
-        if target is None:
-            raise CommitRefusedError("no swap has begun")
-        old = None if self._active is None else self._active.version
-        names: list[str] = []
-        for name, invalidate in tuple(self._caches.items()):
-            try:
-                invalidate(target.version, old)
-            except BaseException as error:
-                with self._changed:
-                    self._swapping = None
-                if not isinstance(error, Exception):
-                    raise
-                serving = "none" if old is None else old.number
-                raise CommitRefusedError(
-                    f"weight version {target.version.number} was not swapped in: cache {name!r} "
-                    f"could not be invalidated ({error!r}); "
-                    f"weight version {serving} goes on serving"
-                ) from error
-            names.append(name)
-        return target, tuple(names)
+    def _invalidate(self, target: WeightVersion) -> tuple[str, ...]:
+        """Invalidate every cache for the swap to ``target`` that has begun, or call it off."""
+        try:
+            return self._caches.invalidate(
+                target, None if self._active is None else self._active.version
+            )
+        except BaseException:
+            with self._changed:
+                self._swapping = None
+            raise
 
     def _wake_sender(self) -> None:
         if self.outbox_wakeup is not None:

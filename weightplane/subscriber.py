@@ -14,8 +14,9 @@ one is retired unseen to make room.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType, TracebackType
 
 import torch
@@ -73,6 +74,10 @@ class Subscriber:
         buffer_wait_seconds: how long a new version waits for the engine to let go of the tensors of
             retired versions before it is aborted.
         readers: how to open each transport.
+        in_place: hold one buffer only, where memory is too short for two. The first version is
+            staged as ever; later ones are *offered* and wait for `replace`. It costs the pause: the
+            engine stands still for the whole transfer instead of for a move of pointers, nothing
+            serves if the transfer fails, and there is no rollback. Needs ``retain=0``.
 
     Raises:
         LayoutError: the layout holds parts of tensors.
@@ -88,6 +93,7 @@ class Subscriber:
         name: str | None = None,
         buffer_wait_seconds: float = 30.0,
         readers: Mapping[str, Callable[[Offer], Reader]] = READERS,
+        in_place: bool = False,
     ) -> None:
         if not layout.is_whole:
             raise LayoutError("a subscriber needs a layout that holds every tensor whole, once")
@@ -95,8 +101,13 @@ class Subscriber:
             raise InvalidArgumentError(f"retain is {retain}; use 0 or more")
         if stage_ahead < 1:
             raise InvalidArgumentError(f"stage_ahead is {stage_ahead}; use 1 or more")
+        if in_place and retain:
+            raise InvalidArgumentError(
+                f"retain is {retain}: in_place keeps one buffer, so nothing can be retained; use 0"
+            )
         self._layout = layout
-        self._pool = BufferPool(layout.size, limit=1 + retain + stage_ahead)
+        self._in_place = in_place
+        self._pool = BufferPool(layout.size, limit=1 if in_place else 1 + retain + stage_ahead)
         self._store = VersionStore(self._pool, retain, stage_ahead)
         self._name = f"process-{os.getpid()}" if name is None else name
         self._readers = readers
@@ -165,6 +176,7 @@ class Subscriber:
             readers=self._readers,
             warm_buffers=self._warm_buffers,
             buffer_wait_seconds=self._buffer_wait_seconds,
+            in_place=self._in_place,
             partial=partial,
         )
 
@@ -198,6 +210,33 @@ class Subscriber:
             CommitRefusedError: a cache could not be invalidated. The old version goes on serving.
         """
         return self._store.commit(number)
+
+    def replace(self, number: int, timeout: float = 60.0) -> Swap:
+        """Take an offered version in place of the one that serves; with ``in_place`` only.
+
+        The owner has paused: from this call until it returns nothing may compute with the weights,
+        whose bytes change under every tensor over them; their addresses stay. Caches are
+        invalidated first.
+
+        Raises:
+            CommitRefusedError: a cache could not be invalidated. The old version goes on serving.
+            VersionError: the version is not offered; or its transfer failed, and then *nothing is
+                active*: generate only after a later `replace` or `commit` has succeeded.
+            StalledError: the transfer took longer than ``timeout`` seconds; nothing is active.
+        """
+        if not self._in_place:
+            raise InvalidArgumentError("replace() needs a subscriber with in_place=True")
+        begun = time.monotonic()
+        previous = self._store.release_active(number)
+        self._stager.proceed()
+        self._store.wait_ended(number, timeout)
+        swap = self._store.commit(number)
+        return replace(
+            swap,
+            previous=None if previous is None else previous.version,
+            pause_seconds=time.monotonic() - begun,
+            _previous_manifest=None if previous is None else previous.manifest,
+        )
 
     def rollback(self) -> Swap:
         """Return to the version that was active before, at a token boundary; like `commit`.

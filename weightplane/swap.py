@@ -9,11 +9,48 @@ from types import MappingProxyType
 import torch
 
 from weightplane.digest import Manifest
+from weightplane.errors import CommitRefusedError, InvalidArgumentError
 from weightplane.memory import StagingBuffer
 from weightplane.version import WeightVersion
 
 Invalidate = Callable[[WeightVersion, WeightVersion | None], None]
 """Called as ``invalidate(new, old)`` in the middle of a swap; raises to refuse it."""
+
+
+class DerivedCaches:
+    """What is derived from the weights and has to go when they do, by name."""
+
+    def __init__(self) -> None:
+        self._caches: dict[str, Invalidate] = {}
+
+    def register(self, name: str, invalidate: Invalidate) -> None:
+        """Add a cache; names are unique."""
+        if name in self._caches:
+            raise InvalidArgumentError(f"a cache called {name!r} is registered already")
+        self._caches[name] = invalidate
+
+    def invalidate(self, new: WeightVersion, old: WeightVersion | None) -> tuple[str, ...]:
+        """Invalidate every cache, in the order of registration; returns their names.
+
+        Before the swap, because dropping a cache is always right, while serving one that belongs to
+        other weights never is: if one cannot be dropped, the old version goes on with what is left.
+
+        Raises:
+            CommitRefusedError: a cache could not be invalidated.
+        """
+        names: list[str] = []
+        for name, invalidate in tuple(self._caches.items()):
+            try:
+                invalidate(new, old)
+            except Exception as error:
+                serving = "none" if old is None else old.number
+                raise CommitRefusedError(
+                    f"weight version {new.number} was not swapped in: cache {name!r} "
+                    f"could not be invalidated ({error!r}); "
+                    f"weight version {serving} goes on serving"
+                ) from error
+            names.append(name)
+        return tuple(names)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -145,7 +145,7 @@ class VersionLedger:
                 f"weight version {version.number} has manifest {version.manifest} at this source, "
                 f"it had {known.version.manifest} before: one number stands for one set of weights"
             )
-        if known.state in (VersionState.STAGED, VersionState.COMMITTED):
+        if known.state in (VersionState.STAGED, VersionState.COMMITTED, VersionState.ANNOUNCED):
             return known
         stamp = time.monotonic() if at is None else at
         return self._store(VersionRecord(version, VersionState.ANNOUNCED, stamp))
