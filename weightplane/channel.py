@@ -220,6 +220,8 @@ class Channel:
             os.close(self._descriptors.popleft())
 
     def _wait(self, event: int, deadline: float) -> bool:
+        if self._closed:
+            raise ChannelClosedError("the channel was closed here, by another thread")
         poller = select.poll()
         poller.register(self._socket, event)
         return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
