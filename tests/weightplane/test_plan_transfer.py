@@ -20,7 +20,7 @@ from tests.weightplane.planning import (
     random_sides,
     random_values,
 )
-from weightplane import StalledError, TransferError
+from weightplane import StalledError, TransportUnavailableError
 from weightplane.p2p import Offer
 from weightplane.p2p.readers import make_transport
 from weightplane.plan import PlanSettings, plan
@@ -192,12 +192,14 @@ def test_a_version_that_was_written_over_is_not_taken_for_the_one_that_is_wanted
     _, answers = cluster.receive(1)
     reasons = [str(answer) for answer in answers.values() if isinstance(answer, StalledError)]
     assert any("weight version 2 has taken the place of 1" in reason for reason in reasons)
-    assert TransferError is not None
 
 
 @pytest.mark.parametrize("transport", ["torchdist", "nixl", "mooncake"])
 def test_plans_run_over_other_transports(nodes, transport):
-    make_transport(transport, 64, 1).close()
+    try:
+        make_transport(transport, 64, 1).close()
+    except TransportUnavailableError as error:
+        pytest.skip(str(error))
     cluster = nodes(seed_of_size(3), transport)
     cluster.connect()
     values = cluster.publish(0)
