@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "BufferStateError",
     "CheckpointError",
+    "EngineConfigError",
     "IntegrationError",
     "JournalError",
     "LearnerError",
@@ -32,6 +33,10 @@ class ModelConfigError(IntegrationError, ValueError):
 
 class CheckpointError(IntegrationError):
     """A checkpoint file or one of its tensors is missing, damaged or of the wrong shape."""
+
+
+class EngineConfigError(IntegrationError, ValueError):
+    """An engine of somebody else is set up in a way that the contract cannot be kept in."""
 
 
 class RequestError(IntegrationError, ValueError):
