@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "BenchError",
     "BufferStateError",
     "CheckpointError",
     "EngineConfigError",
@@ -25,6 +26,10 @@ __all__ = [
 
 class IntegrationError(RuntimeError):
     """Base of every error that ``integrations`` raises on purpose."""
+
+
+class BenchError(IntegrationError, ValueError):
+    """A measurement does not exist, or cannot be taken as asked for."""
 
 
 class ModelConfigError(IntegrationError, ValueError):

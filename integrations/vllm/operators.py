@@ -49,9 +49,7 @@ class LinearMethod(Operator):
         super().__init__("linear", where)
         self._tp_invariant = tp_invariant
 
-    def apply(
-        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         self.fired = True
         return kernels.linear(x, layer.weight, bias, tp_invariant=self._tp_invariant)
 

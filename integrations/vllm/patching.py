@@ -193,7 +193,9 @@ def _patch_experts(
     record: RouteSink | None,
 ) -> Operator:
     if runner._shared_experts is not None or runner.routed_input_transform is not None:
-        raise EngineConfigError(f"layer {path} has shared experts, which lockstep has no kernel for")
+        raise EngineConfigError(
+            f"layer {path} has shared experts, which lockstep has no kernel for"
+        )
     layer = _layer_index(path)
     sink = None if record is None else (lambda ids: record(layer, ids))
     operator = ExpertLayer(path, runner, chosen, options.tp_invariant, sink)

@@ -198,9 +198,7 @@ def _masked(logits: torch.Tensor, temperature: torch.Tensor, metadata: Any) -> t
     return logits.masked_fill(ruled_out, float("-inf"))
 
 
-def _values(
-    logits: torch.Tensor, columns: torch.Tensor, temperature: torch.Tensor
-) -> torch.Tensor:
+def _values(logits: torch.Tensor, columns: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """fp32 log-probabilities of the tokens `columns` ``[rows, n]`` under each row's temperature."""
     out = torch.empty(columns.shape, dtype=torch.float32)
     for value in temperature.unique().tolist():

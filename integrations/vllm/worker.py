@@ -1,45 +1,24 @@
-"""What Lockstep holds in a vLLM worker: the patched model, its contract and its recorder."""
+"""What the plugin does in a vLLM worker: load, patch, prove, record."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.forward_context import get_forward_context
 
 from consistency.contract import NumericsContract
-from integrations.trainer.model.config import ModelConfig
+from integrations.errors import RequestError
+from integrations.vllm.attachment import Attachment, attach, attached
 from integrations.vllm.compatibility import require_supported
 from integrations.vllm.options import OPERATIONS, VllmOptions
-from integrations.vllm.patching import PatchedModel, patch_model, weights_as_loaded
+from integrations.vllm.patching import patch_model, weights_as_loaded
+from integrations.vllm.routes import RouteRecorder
 from integrations.vllm.sampling import ContractSampler
 
-__all__ = ["Attachment", "attached", "load_model", "prove_hooks"]
-
-_ATTRIBUTE = "_lockstep"
-
-
-@dataclass(slots=True)
-class Attachment:
-    """What belongs to one model runner.
-
-    Attributes:
-        options: as configured.
-        shape: of the model.
-        contract: what the engine computes under; None unless every operation is routed.
-        patched: the operators.
-    """
-
-    options: VllmOptions
-    shape: ModelConfig
-    contract: NumericsContract | None
-    patched: PatchedModel
-
-
-def attached(runner: Any) -> Attachment | None:
-    """What a model runner carries; None in an engine that is not configured."""
-    return getattr(runner, _ATTRIBUTE, None)
+__all__ = ["load_model", "prove_hooks", "start_recording", "take_trace"]
 
 
 def load_model(load: Callable[[], Any], runner: Any, options: VllmOptions) -> Any:
@@ -57,14 +36,23 @@ def load_model(load: Callable[[], Any], runner: Any, options: VllmOptions) -> An
     contract.require_supported()
     with weights_as_loaded(options):
         result = load()
-    patched = patch_model(runner.model, shape, options, None)
+    record = None
+    if shape.moe_layers and options.record_routes:
+
+        def record(layer: int, ids: torch.Tensor) -> None:
+            routes = attachment.routes
+            if routes is not None:
+                routes.record(layer, ids)
+
+    patched = patch_model(runner.model, shape, options, record)
     sampling = frozenset(options.operations) & {"logprobs", "sampling"}
     if sampling:
         seed = config.model_config.seed or 0
         runner.sampler = ContractSampler(runner.sampler, runner, sampling, seed)
         patched.operators.extend(runner.sampler.operators)
     whole = set(options.operations) == set(OPERATIONS)
-    setattr(runner, _ATTRIBUTE, Attachment(options, shape, contract if whole else None, patched))
+    attachment = Attachment(options, shape, contract if whole else None, patched)
+    attach(runner, attachment)
     return result
 
 
@@ -81,3 +69,58 @@ def prove_hooks(runner: Any) -> None:
         _, hidden = runner._dummy_run(1)
         runner._dummy_sampler_run(hidden)
     attachment.patched.require_fired()
+
+
+def start_recording(runner: Any) -> None:
+    """Records the routes of every pass from now on; the KV cache must exist."""
+    attachment = attached(runner)
+    if attachment is None or not (attachment.shape.moe_layers and attachment.options.record_routes):
+        return
+    block_size = runner.cache_config.block_size
+    slots = runner.kv_cache_config.num_blocks * block_size
+    routes = attachment.routes = RouteRecorder(attachment.shape, slots, block_size)
+    update_states, model_forward = runner._update_states, runner._model_forward
+
+    def keep_then_update(scheduler_output: Any) -> Any:
+        # vLLM's own update forgets finished requests; their slots are written later in this step.
+        for name in scheduler_output.preempted_req_ids or ():
+            if name in runner.requests:
+                routes.keep(name, runner.requests[name].block_ids[0])
+        for name in scheduler_output.finished_req_ids:
+            if name in runner.requests:
+                routes.finish(name, runner.requests[name].block_ids[0])
+        return update_states(scheduler_output)
+
+    def forward_then_store(*args: Any, **kwargs: Any) -> Any:
+        output = model_forward(*args, **kwargs)
+        metadata: Any = get_forward_context().attn_metadata
+        if metadata is None:
+            routes.discard()
+            return output
+        mapping = next(iter(metadata.values())).slot_mapping
+        rows = runner.input_batch.num_reqs
+        counts = np.diff(runner.query_start_loc.np[: rows + 1])
+        starts = runner.input_batch.num_computed_tokens_cpu[:rows]
+        routes.store(runner.input_batch, counts, starts, mapping.numpy())
+        return output
+
+    runner._update_states, runner._model_forward = keep_then_update, forward_then_store
+
+
+def take_trace(runner: Any, request: str) -> bytes:
+    """The bytes of a request's `RoutingTrace`; see `RouteRecorder.take`.
+
+    Raises:
+        RequestError: this engine records no routes, or has none of that request.
+    """
+    attachment = attached(runner)
+    if attachment is None or attachment.routes is None:
+        raise RequestError(
+            "this engine records no routes: serve an MoE model with additional_config="
+            "{'lockstep': {'record_routes': true}}"
+        )
+    known = [
+        name for name in runner.requests if name == request or name.rpartition("-")[0] == request
+    ]
+    blocks = runner.requests[known[0]].block_ids[0] if known else None
+    return attachment.routes.take(request, blocks).to_bytes()
