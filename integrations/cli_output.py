@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ def check_target(option: str, path: Path | None) -> None:
         raise InputError(f"{option} {path}: the folder {path.parent} does not exist")
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
+def write_json(path: Path, data: Mapping[str, Any] | Sequence[Any]) -> None:
     """Writes valid JSON: NaN and infinity become null.
 
     Raises:

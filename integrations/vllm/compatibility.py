@@ -1,5 +1,7 @@
 """What the plugin refuses at start, in one line, instead of running kernels of another contract."""
 
+# vLLM is installed beside the engine tests only.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -4,6 +4,8 @@ It reaches into the scheduler where vLLM has no public switch: how many tokens a
 how many cache blocks are free. Both only change when things are computed, never what.
 """
 
+# vLLM is installed beside the engine tests only.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import gc
@@ -29,14 +31,14 @@ class Request:
         name: unique in the engine's life.
         prompt: token ids.
         max_tokens: to sample; no token ends a request before.
-        seed: of its random numbers.
+        seed: of its random numbers; None leaves them to the engine.
         temperature: of the sampler.
     """
 
     name: str
     prompt: tuple[int, ...]
     max_tokens: int
-    seed: int
+    seed: int | None
     temperature: float = 1.0
 
 
@@ -119,6 +121,11 @@ class OfflineEngine:
         )
         self.engine: Any = self.llm.llm_engine
         self.core: Any = self.engine.engine_core.engine_core
+
+    @property
+    def runner(self) -> Any:
+        """vLLM's model runner."""
+        return self.core.model_executor.driver_worker.worker.model_runner
 
     def close(self) -> None:
         """Shuts the engine down and frees its memory."""

@@ -1,5 +1,7 @@
 """What replaces one layer of a vLLM model; each holds the layer, and says whether it ever ran."""
 
+# vLLM is installed beside the engine tests only.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -207,14 +209,6 @@ class ExpertLayer(Operator):
         tp_invariant: as in `NumericsContract`.
         record: told the expert ids of every pass, or None.
     """
-
-    __slots__ = (
-        "_experts_routed",
-        "_record",
-        "_router_routed",
-        "_runner",
-        "_tp_invariant",
-    )
 
     def __init__(
         self,

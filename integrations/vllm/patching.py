@@ -1,5 +1,7 @@
 """Puts the operators into a loaded vLLM model, and proves that nothing was left out."""
 
+# vLLM is installed beside the engine tests only.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -77,23 +79,32 @@ def weights_as_loaded(options: VllmOptions) -> Iterator[None]:
 
     vLLM would repack them for its own CPU kernels, and delete the originals.
     """
-    kept = []
-    if "linear" in options.operations:
-        kept.append(UnquantizedLinearMethod)
-    if "lm_head" in options.operations:
-        kept.append(UnquantizedEmbeddingMethod)
-    if "experts" in options.operations:
-        kept.append(UnquantizedFusedMoEMethod)
+    chosen = frozenset(options.operations)
+
+    def linear(method: Any, layer: Any) -> None:
+        operation = "router" if _is_gate(layer.prefix) else "linear"
+        if operation not in chosen:
+            repack_linear(method, layer)
+
+    repack_linear = UnquantizedLinearMethod.process_weights_after_loading
+    replacements: dict[type, Callable[[Any, Any], None]] = {UnquantizedLinearMethod: linear}
+    if "lm_head" in chosen:
+        replacements[UnquantizedEmbeddingMethod] = _keep_weights
+    if "experts" in chosen:
+        replacements[UnquantizedFusedMoEMethod] = _keep_weights
     with ExitStack() as stack:
-        for method in kept:
-            stack.enter_context(
-                mock.patch.object(method, "process_weights_after_loading", _keep_weights)
-            )
+        for method, keep in replacements.items():
+            stack.enter_context(mock.patch.object(method, "process_weights_after_loading", keep))
         yield
 
 
 def _keep_weights(method: Any, layer: Any) -> None:
     del method, layer
+
+
+def _is_gate(path: str) -> bool:
+    """Whether a linear layer is the gate of a router, which the expert layer computes."""
+    return path.endswith(".gate")
 
 
 def patch_model(
@@ -114,7 +125,8 @@ def patch_model(
     table = kernels.rotary_table(shape.head_dim, shape.max_positions, shape.rope_theta)
     patched = PatchedModel()
     add = patched.operators.append
-    for path, module in list(model.named_modules()):
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    for path, module in modules:
         kind = type(module)
         if isinstance(module, MoERunner):
             if chosen & {"router", "experts"} or record is not None:
@@ -161,7 +173,7 @@ def _known(module: nn.Module) -> bool:
     return isinstance(module, VocabParallelEmbedding) or names <= {"w13_weight", "w2_weight"}
 
 
-def _set_forward(module: nn.Module, operator: Any, add: Callable[[Operator], None]) -> None:
+def _set_forward(module: Any, operator: Any, add: Callable[[Operator], None]) -> None:
     module.forward = operator
     add(operator)
 
@@ -178,9 +190,7 @@ def _patch_linear(
             f"layer {path} has the weights of {type(module.quant_method).__name__}: lockstep "
             "computes with unquantised weights only"
         )
-    if path.endswith(".gate"):
-        return  # the router's, computed by the expert layer
-    if "linear" in chosen:
+    if "linear" in chosen and not _is_gate(path):
         module.quant_method = LinearMethod(path, options.tp_invariant)
         add(module.quant_method)
 

@@ -5,6 +5,8 @@ for Lockstep and, if not, calls the original and nothing else. What is replaced 
 engine is replaced on the objects of that engine.
 """
 
+# vLLM is installed beside the engine tests only.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import functools

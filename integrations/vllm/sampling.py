@@ -1,5 +1,7 @@
 """`ContractSampler`: vLLM's sampler with the contract's log-probabilities and random numbers."""
 
+# vLLM is installed beside the engine tests only.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import hashlib
@@ -37,7 +39,8 @@ class ContractSampler(Sampler):
     def __init__(
         self, stock: Sampler, runner: Any, operations: frozenset[str], engine_seed: int
     ) -> None:
-        super().__init__(stock.logprobs_mode, stock.use_fp64_gumbel)
+        mode: Any = stock.logprobs_mode
+        super().__init__(mode, stock.use_fp64_gumbel)
         self._runner = runner
         self._engine_seed = engine_seed
         self._exact_logprobs = "logprobs" in operations

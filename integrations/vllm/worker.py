@@ -1,5 +1,7 @@
 """What the plugin does in a vLLM worker: load, patch, prove, record."""
 
+# vLLM is installed beside the engine tests only.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -36,15 +38,13 @@ def load_model(load: Callable[[], Any], runner: Any, options: VllmOptions) -> An
     contract.require_supported()
     with weights_as_loaded(options):
         result = load()
-    record = None
-    if shape.moe_layers and options.record_routes:
 
-        def record(layer: int, ids: torch.Tensor) -> None:
-            routes = attachment.routes
-            if routes is not None:
-                routes.record(layer, ids)
+    def record(layer: int, ids: torch.Tensor) -> None:
+        if attachment.routes is not None:
+            attachment.routes.record(layer, ids)
 
-    patched = patch_model(runner.model, shape, options, record)
+    records = bool(shape.moe_layers) and options.record_routes
+    patched = patch_model(runner.model, shape, options, record if records else None)
     sampling = frozenset(options.operations) & {"logprobs", "sampling"}
     if sampling:
         seed = config.model_config.seed or 0
