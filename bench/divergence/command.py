@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -16,12 +15,13 @@ from bench.divergence.measure import Measured, Row, measure
 from bench.divergence.plot import save_plot
 from bench.divergence.rollout import Job
 from bench.divergence.scenarios import SCENARIOS, Workload
+from integrations.cli_errors import Invocation, exit_code, is_expected, one_line
 from integrations.cli_output import check_target, write_json
 from integrations.errors import BenchError
 from integrations.trainer.model.config import ModelConfig
 from integrations.vllm.options import OPERATIONS
 
-__all__ = ["app"]
+__all__ = ["app", "main"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -155,5 +155,13 @@ def _show(console: Console, rows: Sequence[Row], title: str) -> None:
     console.print(table)
 
 
-if __name__ == "__main__":
-    sys.exit(app())
+def main() -> int:
+    """Runs the command line; errors that say what is wrong are one line."""
+    try:
+        result = app(prog_name="lockstep bench divergence", standalone_mode=False)
+    except Exception as error:  # what nobody expected keeps its traceback
+        if not is_expected(error):
+            raise
+        typer.echo(f"lockstep: {one_line(error)}", err=True)
+        return exit_code(error, Invocation())
+    return result if isinstance(result, int) else 0
