@@ -92,17 +92,42 @@ def lockstep(
 
 
 @app.command(help=DOCTOR_HELP)
-def doctor(json_file: JsonOption = None, debug: DebugOption = False) -> None:
+def doctor(
+    kernels: Annotated[
+        bool,
+        typer.Option(
+            "--kernels",
+            help="Test instead that every kernel keeps its bits, with adverse data.",
+            show_default=False,
+        ),
+    ] = False,
+    json_file: JsonOption = None,
+    debug: DebugOption = False,
+) -> None:
     """`lockstep doctor`: see `DOCTOR_HELP`."""
     from integrations.doctor import examine
     from integrations.doctor_view import show
 
     check_target("--json", json_file)
+    if kernels:
+        _doctor_kernels(json_file)
+        return
     diagnosis = examine()
     show(diagnosis, Console())
     if json_file is not None:
         write_json(json_file, diagnosis.to_mapping())
     if not diagnosis.embedded_works:
+        raise typer.Exit(1)
+
+
+def _doctor_kernels(json_file: Path | None) -> None:
+    from integrations.doctor_kernels import as_mapping, check_kernels, show_kernels
+
+    checks = check_kernels()
+    show_kernels(checks, Console())
+    if json_file is not None:
+        write_json(json_file, as_mapping(checks))
+    if not all(check.passed for check in checks):
         raise typer.Exit(1)
 
 

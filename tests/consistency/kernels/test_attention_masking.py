@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from consistency.errors import InvalidInputError, UnsupportedError
 from consistency.kernels import attention_paged, attention_varlen
 
+# pyright: reportArgumentType=false
 OPTIONS = [
     {"window": 1},
     {"window": 7},
