@@ -223,7 +223,10 @@ class Channel:
         if self._closed:
             raise ChannelClosedError("the channel was closed here, by another thread")
         poller = select.poll()
-        poller.register(self._socket, event)
+        try:
+            poller.register(self._socket, event)
+        except ValueError as error:
+            raise ChannelClosedError("this side closed the channel while it was waiting") from error
         return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
     def _take_descriptors(

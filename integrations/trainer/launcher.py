@@ -29,6 +29,7 @@ STOP_GRACE_SECONDS = 10.0
 # A worker's control thread does nothing but read, so a full socket means that it is stopped.
 SEND_TIMEOUT_SECONDS = 30.0
 LISTEN_SECONDS = 3600.0
+JOIN_SECONDS = 5.0
 # A single trajectory with its routing trace must fit in one frame.
 FRAME_LIMIT_BYTES = 1 << 30
 
@@ -93,6 +94,7 @@ class WorkerPool:
         self.inbox: queue.Queue[tuple[Worker, FromWorker | WorkerLost]] = queue.Queue()
         self._log_folder = log_folder
         self._workers: list[Worker] = []
+        self._listeners: list[threading.Thread] = []
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -123,10 +125,12 @@ class WorkerPool:
             end.close()
         channel = Channel(ours, message_type=FromWorker, max_message_bytes=FRAME_LIMIT_BYTES)
         worker = Worker(name=name, process=process, channel=channel, log=log)
-        self._workers.append(worker)
-        threading.Thread(
+        listener = threading.Thread(
             target=self._listen, args=(worker,), name=f"inbox-{name}", daemon=True
-        ).start()
+        )
+        self._workers.append(worker)
+        self._listeners.append(listener)
+        listener.start()
         return worker
 
     def _listen(self, worker: Worker) -> None:
@@ -184,4 +188,8 @@ class WorkerPool:
                 worker.process.kill()
         for worker in self._workers:
             worker.process.wait()
+        # A listener ends at the end of file that its worker's death leaves; its channel goes last.
+        for listener in self._listeners:
+            listener.join(JOIN_SECONDS)
+        for worker in self._workers:
             worker.channel.close()
