@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from consistency import kernels
+from consistency.quant import BlockFormat, QuantSettings, ScaleRule, pack, qdq, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -151,8 +152,26 @@ def _routes(experts: int) -> None:
     _gradients(weights, (logits,))
 
 
+def quantisers() -> Iterator[Case]:
+    """The MXFP4 and MXFP8 codec: packing, values, unpacking."""
+    for kind in BlockFormat:
+        for dtype in (torch.bfloat16, torch.float32):
+            settings = QuantSettings(
+                scale_rule=ScaleRule.RCEIL, format=kind, source_dtype=str(dtype)[6:]
+            )
+            x = torch.empty(HIDDEN, HIDDEN, dtype=dtype)
+            name = f"{kind.value} {_name(dtype)}"
+            yield Case(f"pack {name}", lambda x=x, s=settings: pack(x, s))
+            yield Case(f"qdq {name}", lambda x=x, s=settings: qdq(x, s))
+            yield Case(
+                f"unpack {name}",
+                lambda x=x, s=settings, d=dtype: unpack(pack(x, s), dtype=d),
+            )
+
+
 def all_cases() -> Iterator[Case]:
     yield from products()
     yield from grouped_products()
     yield from row_operations()
     yield from heads_of_the_model()
+    yield from quantisers()
