@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from integrations.errors import EngineConfigError
@@ -9,8 +11,8 @@ from integrations.errors import EngineConfigError
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
 
-def configure(folder, lockstep=True, **arguments):
-    from vllm.engine.arg_utils import EngineArgs
+def configure(folder, lockstep: Any = True, **arguments):
+    from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
 
     config = {} if lockstep is None else {"additional_config": {"lockstep": lockstep}}
     return EngineArgs(

@@ -45,7 +45,6 @@ def config(moe_model):
 def optimizer(weights, chosen: WeightQuantiser) -> MasterOptimizer:
     return MasterOptimizer(
         weights,
-        learning_rate=0.01,
         betas=(0.9, 0.95),
         weight_decay=0.1,
         gradient_clip=1e9,
@@ -82,7 +81,7 @@ def test_compute_weights_are_the_values_of_the_codes_after_every_step(config):
         for weight in weights.values():
             grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
             weight.main_grad.copy_(grad)  # type: ignore[attr-defined]
-        trainer.step()
+        trainer.step(0.01)
         served, masters = trainer.served_weights, trainer.state()["master"]
         for name in weights:
             rounded = masters[name].bfloat16()
