@@ -63,7 +63,7 @@ def test_values_and_gradients_are_near_float64(error, options, tokens):
     y = attention_varlen(
         leaves[0], leaves[1], leaves[2], starts, scale=0.3, **with_sinks(options, leaves[3])
     )
-    reference = exact(*doubles[:3], 0.3, **with_sinks(options, doubles[3]))
+    reference = exact(doubles[0], doubles[1], doubles[2], 0.3, **with_sinks(options, doubles[3]))
     assert error(y.detach(), reference.detach()) < 2e-6
     gradients = torch.autograd.grad(y, chosen, grad)
     references = torch.autograd.grad(reference, doubles[: len(chosen)], grad.double())
