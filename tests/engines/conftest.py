@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -20,7 +21,7 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "num_experts": 16,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 64,

@@ -1,5 +1,7 @@
 """What cannot keep the contract is refused at start, in one line."""
 
+# vLLM is installed beside the engine tests only.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from typing import Any
@@ -70,9 +72,9 @@ def test_an_unknown_option_names_the_known_ones(checkpoint):
 
 
 def test_a_model_without_kernels_is_refused(tmp_path):
-    import transformers
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=64, vocab_size=64)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=64, vocab_size=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
     with pytest.raises(EngineConfigError, match="GPT2LMHeadModel: lockstep patches LlamaFor"):
         configure(tmp_path)
