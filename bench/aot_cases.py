@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -169,9 +169,42 @@ def quantisers() -> Iterator[Case]:
             )
 
 
+def attentions() -> Iterator[Case]:
+    """Prefill with its backward, and paged decode, for the usual head dimensions."""
+    masks = {
+        "": {},
+        " window sinks cap": {"window": 1024, "sinks": torch.zeros(8), "soft_cap": 30.0},
+    }
+    for dtype in (*HALVES, torch.float32):
+        for head_dim in (64, 128, 256):
+            for name, mask in masks.items():
+                shape = f"{_name(dtype)} {head_dim}{name}"
+                yield Case(
+                    f"attention {shape}", lambda d=dtype, h=head_dim, m=mask: _prefill(d, h, m)
+                )
+                yield Case(f"decode {shape}", lambda d=dtype, h=head_dim, m=mask: _decode(d, h, m))
+
+
+def _prefill(dtype: torch.dtype, head_dim: int, mask: dict[str, Any]) -> None:
+    q, k, v = (torch.empty(8192, h, head_dim, dtype=dtype) for h in (8, 2, 2))
+    starts = torch.tensor([0, 4096, 8192], dtype=torch.int32)
+    kernels.attention_varlen(q, k, v, starts, scale=1.0, **mask)
+    leaves = tuple(x.requires_grad_() for x in (q, k, v))
+    _gradients(kernels.attention_varlen(q, k, v, starts, scale=1.0, **mask), leaves)
+
+
+def _decode(dtype: torch.dtype, head_dim: int, mask: dict[str, Any]) -> None:
+    cache = torch.empty(512, 16, 2, head_dim, dtype=dtype)
+    tables = torch.zeros(2, 256, dtype=torch.int32)
+    starts, contexts = torch.tensor([[0, 1, 2], [4000, 900, 0]], dtype=torch.int32).unbind()
+    q = torch.empty(2, 8, head_dim, dtype=dtype)
+    kernels.attention_paged(q, cache, cache, tables, starts, contexts[:2], scale=1.0, **mask)
+
+
 def all_cases() -> Iterator[Case]:
     yield from products()
     yield from grouped_products()
     yield from row_operations()
     yield from heads_of_the_model()
     yield from quantisers()
+    yield from attentions()

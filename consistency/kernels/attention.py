@@ -18,7 +18,7 @@ from consistency.kernels._arguments import (
     require_shape,
 )
 from consistency.kernels._autograd import once_differentiable
-from consistency.kernels._dispatch import one_device
+from consistency.kernels._dispatch import on_triton, one_device, triton_kernels, values_readable
 from consistency.kernels.library import FLOAT, INT32, INT64, POINTER, Kernel, thread_count
 from consistency.kernels.reductions import sum as sum_over
 
@@ -238,6 +238,14 @@ def _strides(x: torch.Tensor) -> Any:
     return (ctypes.c_int64 * 3)(*outer)
 
 
+def _mask_on_gpu(masking: _Masking) -> Any:
+    return triton_kernels("attention").Mask(
+        window=None if masking.window == _NO_WINDOW else masking.window,
+        sinks=masking.sinks,
+        soft_cap=masking.cap or None,
+    )
+
+
 def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -248,6 +256,14 @@ def _forward(
     pages: _Pages | None,
     log_sums: torch.Tensor | None,
 ) -> torch.Tensor:
+    if on_triton(q):
+        kernels = triton_kernels("attention")
+        if values_readable(starts):
+            found = kernels.first_fault(starts, q.shape[0], pages)
+            if found >= 0:
+                raise InvalidInputError(_explain(found, q.shape[0], starts, pages))
+        mask = _mask_on_gpu(masking)
+        return kernels.forward(q, k, v, starts, scale, pages, log_sums, mask)
     out = torch.empty(q.shape, dtype=q.dtype)
     fault = ctypes.c_int64(-1)
     _forward_kernel(
@@ -324,7 +340,7 @@ class _Attention(torch.autograd.Function):
         masking: _Masking,
     ) -> torch.Tensor:
         q, k, v = _rows(q), _rows(k), _rows(v)
-        log_sums = torch.empty(q.shape[:2], dtype=torch.float32)
+        log_sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         out = _forward(q, k, v, cu_seqlens, scale, masking, None, log_sums)
         ctx.masking = masking
         ctx.save_for_backward(q, k, v, cu_seqlens, out, log_sums)
@@ -337,6 +353,11 @@ class _Attention(torch.autograd.Function):
         q, k, v, cu_seqlens, out, log_sums = ctx.saved_tensors
         grad = grad.contiguous()
         masking: _Masking = ctx.masking
+        if on_triton(q):
+            grads = triton_kernels("attention_backward").backward(
+                grad, q, k, v, cu_seqlens, out, log_sums, ctx.scale, _mask_on_gpu(masking)
+            )
+            return *grads, None, None, None
         sink_terms = None if masking.sinks is None else torch.empty_like(log_sums)
         grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
         _backward_kernel(
