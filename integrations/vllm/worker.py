@@ -66,7 +66,10 @@ def prove_hooks(runner: Any) -> None:
     if attachment is None:
         return
     with torch.inference_mode():
-        _, hidden = runner._dummy_run(1)
+        # Without metadata vLLM's own attention leaves its output unwritten, and a router then meets
+        # whatever the memory held; ours does not need it.
+        own_attention = "attention" not in attachment.options.operations
+        _, hidden = runner._dummy_run(1, force_attention=own_attention)
         runner._dummy_sampler_run(hidden)
     attachment.patched.require_fired()
 
