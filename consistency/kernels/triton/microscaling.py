@@ -99,14 +99,15 @@ def _quantise(
         bits = loaded.to(tl.int16, bitcast=True).to(tl.int32) << 16
     magnitude = bits & 0x7FFFFFFF
     largest = tl.max(magnitude, 1)
-    tl.atomic_min(fault + block * 0, block.to(tl.int32), mask=inside & (largest >= 0x7F800000))
+    too_large = largest >= 0x7F800000  # pyright: ignore[reportOperatorIssue]
+    tl.atomic_min(fault + block * 0, block.to(tl.int32), mask=inside & too_large)
     largest = tl.minimum(largest, 0x7F7FFFFF)
     byte = ((largest + CARRY) >> 23) - LARGEST
     byte = tl.minimum(tl.maximum(byte, FIRST), LAST)
     code = _encode4(magnitude, byte[:, None]) if BITS == 4 else _encode8(magnitude, byte[:, None])
     empty = tl.max(code, 1) == 0
     byte = tl.where(empty, FIRST, byte)
-    negative = tl.where(empty[:, None], 0, bits < 0).to(tl.int32)
+    negative = tl.where(empty[:, None], 0, bits < 0).to(tl.int32)  # pyright: ignore[reportIndexIssue]
     if PACK:
         tl.store(scales + block, byte.to(tl.uint8), mask=inside)
         signed = code | (negative << (BITS - 1))
