@@ -35,7 +35,8 @@ def test_layer_norm_is_accurate_forward_and_backward(error, dtype):
 def test_a_layer_norm_without_parameters_subtracts_a_large_mean(error):
     x = torch.randn(3, 1030) + 3e4
     exact = functional.layer_norm(x.double(), (1030,), eps=1e-5)
-    assert error(layer_norm(x, None, None, 1e-5), exact) < 1e-3
+    # The mean is known to 3e4 * 2^-24; a variance from one pass would have no digit left.
+    assert error(layer_norm(x, None, None, 1e-5), exact) < 1e-2
 
 
 def test_a_norm_of_a_residual_reads_the_rounded_sum(wide):
