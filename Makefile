@@ -88,5 +88,5 @@ $(MODELOPT)/.ready: $(SOURCES) | $(VENV)/bin/python
 	test -x $(MODELOPT)/bin/python || $(PYTHON) -m venv $(MODELOPT)
 	$(MODELOPT)/bin/python -m pip install --quiet --upgrade pip
 	$(MODELOPT)/bin/python -m pip install --quiet '$(TORCH)'
-	$(MODELOPT)/bin/python -m pip install --quiet '$(TORCH)' nvidia-modelopt==0.47.0 -e . pytest pytest-timeout
+	$(MODELOPT)/bin/python -m pip install --quiet '$(TORCH)' nvidia-modelopt==0.47.0 requests -e . pytest pytest-timeout
 	@touch $@

