@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -306,9 +305,4 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Without the interpreter's own end: the destructors of the transfer libraries crash in it when
-    # several of them were loaded. Every engine process and transport is closed by now.
-    os._exit(code)
+    sys.exit(main())

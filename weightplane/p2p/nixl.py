@@ -12,6 +12,8 @@ import importlib
 import os
 import time
 import uuid
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,6 +42,30 @@ class _Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     addresses: tuple[int, ...]
 
 
+_UCX_MODULES = "UCX_MODULES"
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+@contextlib.contextmanager
+def _ucx_modules() -> Iterator[None]:
+    """Keep UCX from loading its InfiniBand module where there is no RDMA device.
+
+    That module brings the wheel's own copies of libibverbs and libnl beside the system's; with both
+    in one process, libnl's destructor reads a broken list and the process ends in a segmentation
+    fault (seen with nixl-cu12 1.5.1 and Debian's libnl 3.7). UCX takes its list of modules from the
+    environment alone, when it is loaded; a list that the user has set is left as it is.
+    """
+    if _UCX_MODULES in os.environ or (_RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())):
+        yield
+        return
+    os.environ[_UCX_MODULES] = "^ib"
+    try:
+        yield
+    finally:
+        del os.environ[_UCX_MODULES]
+
+
 def _agent(role: str, backend: str) -> Any:
     try:
         api = importlib.import_module("nixl_cu12._api")
@@ -50,7 +76,8 @@ def _agent(role: str, backend: str) -> Any:
     # Agents are found by name, so a name must never be used twice.
     name = f"lockstep-{role}-{os.getpid()}-{uuid.uuid4().hex}"
     try:
-        agent = api.nixl_agent(name, api.nixl_agent_config(backends=[backend]))
+        with _ucx_modules():
+            agent = api.nixl_agent(name, api.nixl_agent_config(backends=[backend]))
     except Exception as error:
         raise TransportUnavailableError(
             f"NIXL cannot start its {backend} backend here: {error!r}"

@@ -21,11 +21,13 @@ from weightplane import (
     Layout,
     Publisher,
     Subscriber,
+    TransportUnavailableError,
     WeightPlaneError,
     channel_pair,
 )
 from weightplane.p2p import Offer
 from weightplane.p2p.arena import Arena
+from weightplane.p2p.readers import TRANSPORTS, make_transport
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -242,3 +244,23 @@ def test_versions_are_committed_over_it_exactly_as_published(pair, state, same):
                 )
         for engine in engines:
             engine.close()
+
+
+def test_a_process_that_used_it_ends_with_status_0(pair):
+    """Native libraries have crashed in their destructors."""
+    alone = start("all_transports_process.py", pair.name)
+    alone.communicate(timeout=60)
+    assert alone.returncode == 0
+
+
+def test_a_process_that_used_every_transport_ends_with_status_0():
+    names = []
+    for name in TRANSPORTS:
+        try:
+            make_transport(name, 4096, 2).close()
+        except TransportUnavailableError:
+            continue
+        names.append(name)
+    together = start("all_transports_process.py", *names)
+    together.communicate(timeout=60)
+    assert together.returncode == 0
