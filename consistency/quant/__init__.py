@@ -5,7 +5,10 @@ It computes with `consistency.kernels`, so it is imported on its own, not by ``i
 
 from __future__ import annotations
 
+from consistency.quant.checkpoint import CheckpointReader
+from consistency.quant.export import export_checkpoint
 from consistency.quant.formats import BLOCK, BlockFormat, ScaleRule
+from consistency.quant.layouts import CheckpointLayout
 from consistency.quant.linear import (
     quantise_modules,
     quantised_linear,
@@ -22,10 +25,13 @@ __all__ = [
     "BLOCK",
     "BlockFormat",
     "BlockShard",
+    "CheckpointLayout",
+    "CheckpointReader",
     "FakeQuant",
     "PackedTensor",
     "QuantSettings",
     "ScaleRule",
+    "export_checkpoint",
     "fake_quantise",
     "pack",
     "pack_with_scales",
