@@ -45,10 +45,10 @@ LEARNING_RATE = 1e-6
 class Engine:
     """A rollout engine in a process of its own."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, share: bool) -> None:
         ours, theirs = channel_pair()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.sync_engine", str(theirs.fileno())],
+            [sys.executable, "-m", "bench.sync_engine", str(theirs.fileno()), str(int(share))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[theirs.fileno()],
@@ -95,12 +95,13 @@ def cluster(
     layout: Layout, transport: str, deltas: bool, replicas: int
 ) -> Iterator[tuple[Publisher, list[Engine]]]:
     """A publisher here and engines that have joined it."""
-    made = make_transport(transport, slot_bytes(layout, deltas), 2)
+    made = make_transport(transport, slot_bytes(layout, deltas), 4 if transport == "shm" else 2)
     engines: list[Engine] = []
     with Publisher(layout, transport=made, deltas=deltas, stall_seconds=120) as publisher:
         try:
             for _ in range(replicas):
-                engines.append(Engine(layout))
+                # A delta is against a copy of the engine's own.
+                engines.append(Engine(layout, share=not deltas))
                 publisher.attach(engines[-1].channel)
             publisher.wait_subscribers(replicas, 120)
             yield publisher, engines

@@ -1,7 +1,8 @@
 """A rollout engine for `bench.sync`: commits every version as soon as it is staged.
 
-Run as ``python -m bench.sync_engine DESCRIPTOR``; the layout comes as one line of stdin. After each
-commit it prints one line: version, time of the commit (`time.monotonic`), pause, bytes moved.
+Run as ``python -m bench.sync_engine DESCRIPTOR SHARE``, SHARE being 1 to compute with the
+publisher's slots where that is possible; the layout comes as one line of stdin. After each commit
+it prints one line: version, time of the commit (`time.monotonic`), pause, bytes moved.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from weightplane import Channel, Layout, Subscriber, tensor_digest
 
 def main() -> None:
     torch.set_num_threads(1)
-    descriptor = int(sys.argv[1])
+    descriptor, share = int(sys.argv[1]), bool(int(sys.argv[2]))
     layout = Layout.from_json(sys.stdin.buffer.readline())
-    with Subscriber(Channel.inherited(descriptor), layout, buffer_wait_seconds=120) as subscriber:
+    channel = Channel.inherited(descriptor)
+    with Subscriber(channel, layout, buffer_wait_seconds=120, share=share) as subscriber:
         poller = select.poll()
         poller.register(subscriber, select.POLLIN)
         poller.register(sys.stdin, select.POLLIN)

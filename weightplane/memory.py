@@ -49,6 +49,10 @@ class StagingBuffer:
         """Whether any tensor over this buffer is still alive somewhere."""
         return self._lease is not None and self._lease() is not None
 
+    def give_back(self) -> None:
+        """Its version is over; it is reused once its lease is. From any thread."""
+        self.taken = False
+
     def lease(self) -> torch.Tensor:
         """A uint8 tensor [size] over the buffer; the buffer is leased until its storage dies."""
         holder = memoryview(self._map)
@@ -111,4 +115,4 @@ class BufferPool:
 
     def give_back(self, buffer: StagingBuffer) -> None:
         """The pool's owner no longer needs ``buffer``; it is reused once its lease is over."""
-        buffer.taken = False
+        buffer.give_back()

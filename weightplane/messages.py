@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever a message or its meaning changes; peers of two protocols refuse each other."""
 
 
@@ -62,8 +62,33 @@ class DeltaOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: bytes
 
 
+class Begin(_Struct, frozen=True, tag="begin"):
+    """Publisher to subscriber: claim ``claim`` of ``slot`` is being written, and will be announced.
+
+    What is final already can be digested meanwhile. If the write fails, nothing is announced.
+    """
+
+    slot: int
+    claim: int
+
+
+class Vacate(_Struct, frozen=True, tag="vacate"):
+    """Publisher to subscriber: ``slot`` is needed; make your own copy of what you keep in it."""
+
+    slot: int
+
+
+class Replaced(_Struct, frozen=True, tag="replaced"):
+    """Publisher to subscriber: ``slot`` is other memory from now on. Carries its descriptor."""
+
+    slot: int
+    endpoint: bytes
+
+
 class Announce(_Struct, frozen=True, tag="announce"):
     """Publisher to subscriber: a version can be read from ``slot`` until you answer.
+
+    ``claim`` is what the slot is stamped with, for readers that keep it; 0 if none can.
 
     ``digests`` holds 16 bytes per tensor, in the order of the layout's tensors; ``manifest`` covers
     them, so that damage to the digests themselves is found too.
@@ -75,6 +100,7 @@ class Announce(_Struct, frozen=True, tag="announce"):
     created: float
     announced_at: float
     slot: int
+    claim: int
     digests: bytes
     delta: DeltaOffer | None
 
@@ -128,6 +154,9 @@ Message = (
     Hello
     | Welcome
     | Refused
+    | Begin
+    | Vacate
+    | Replaced
     | Announce
     | Progress
     | Staged

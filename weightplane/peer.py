@@ -12,17 +12,20 @@ from weightplane.messages import (
     PROTOCOL,
     Aborted,
     Announce,
+    Begin,
     Committed,
     Goodbye,
     Hello,
     Message,
     Progress,
     Refused,
+    Replaced,
     Retired,
     Staged,
+    Vacate,
     Welcome,
 )
-from weightplane.p2p import Offer
+from weightplane.p2p import Offer, Transport
 from weightplane.reports import Delivery, PeerState, PeerStatus
 from weightplane.version import (
     Transfer,
@@ -36,7 +39,7 @@ from weightplane.version import (
 class Peer:
     """The state machine of one subscriber; the publisher's condition protects it."""
 
-    def __init__(self, channel: Channel, layout: Layout, offer: Offer) -> None:
+    def __init__(self, channel: Channel, layout: Layout, transport: Transport) -> None:
         self.channel = channel
         self.name = ""
         self.process = 0
@@ -44,7 +47,7 @@ class Peer:
         self.reason = ""
         self.progress_at = time.monotonic()
         self._layout = layout
-        self._offer = offer
+        self._transport = transport
         self._ledger = VersionLedger()
 
     @property
@@ -87,6 +90,18 @@ class Peer:
             self.progress_at = time.monotonic()
         self._ledger.announce(version, message.announced_at)
         self.channel.queue(message)
+
+    def begin(self, slot: int, claim: int) -> None:
+        """Queue that a slot is being written."""
+        self.channel.queue(Begin(slot, claim))
+
+    def vacate(self, slot: int) -> None:
+        """Queue that a slot is needed."""
+        self.channel.queue(Vacate(slot))
+
+    def replace_slot(self, slot: int, offer: Offer) -> None:
+        """Queue that a slot is other memory from now on; ``offer`` is of it alone."""
+        self._queue(Replaced(slot, offer.endpoint), offer)
 
     def delivery(self, number: int) -> Delivery | None:
         """How version ``number`` fares here; None if it was never announced to this subscriber."""
@@ -160,6 +175,10 @@ class Peer:
         self.state = PeerState.GONE
         self.reason = reason
 
+    def _queue(self, message: Message, offer: Offer) -> None:
+        carried = offer.descriptors if self.channel.carries_descriptors else ()
+        self.channel.queue(message, carried)
+
     def _join(self, message: Message) -> bool:
         if not isinstance(message, Hello):
             raise ChannelError(
@@ -172,17 +191,17 @@ class Peer:
             self.channel.flush()
             self.leave(f"refused: {refusal.reason}")
             return False
+        offer = self._transport.offer
         welcome = Welcome(
             protocol=PROTOCOL,
             layout=self._layout.digest,
             process=os.getpid(),
-            transport=self._offer.transport,
-            slots=self._offer.slots,
-            slot_bytes=self._offer.slot_bytes,
-            endpoint=self._offer.endpoint,
+            transport=offer.transport,
+            slots=offer.slots,
+            slot_bytes=offer.slot_bytes,
+            endpoint=offer.endpoint,
         )
-        carried = self._offer.descriptors if self.channel.carries_descriptors else ()
-        self.channel.queue(welcome, carried)
+        self._queue(welcome, offer)
         self.state = PeerState.READY
         return True
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -36,7 +36,9 @@ from weightplane.peer import Peer
 from weightplane.reactor import Reactor
 from weightplane.reports import PeerState, PeerStatus, Publication
 from weightplane.slots import Readable, SlotTable, slot_bytes
+from weightplane.vacating import VACATE_POLL_SECONDS, Vacating
 from weightplane.version import VersionLedger, WeightVersion, check_number
+from weightplane.watchdog import Watchdog
 
 
 class Publisher:
@@ -44,8 +46,12 @@ class Publisher:
 
     Args:
         layout: what is published; every tensor whole.
-        slots: versions that can be readable at a time. With two, one is written while the other is
-            read. Each costs ``layout.size`` bytes of shared memory, taken now.
+        slots: versions that can be readable at a time, two at least to write one while another is
+            read. Each costs ``layout.size`` bytes of shared memory, taken now. Subscribers on this
+            machine compute with the slots themselves: one for what serves, one for what they can
+            roll back to, one for what is staged, one that is being written. With fewer, or while
+            replicas serve many different versions, a subscriber that is asked for its slot copies
+            it in the background.
         stall_seconds: the watchdog. It counts from the start of the wait or the last sign of
             progress of whoever is waited for, whichever is later, so a slow subscriber that moves
             never trips it, however large the model.
@@ -57,6 +63,8 @@ class Publisher:
             comparison of both versions, which pays between machines; off by default, because over
             shared memory the full copy is faster. Needs slots of `slot_bytes` (layout, True), and
             two of them.
+        threads: how many copy and digest a state at a time. One does not reach the speed of the
+            memory on most machines.
 
     Raises:
         LayoutError: the layout holds parts of tensors.
@@ -66,15 +74,18 @@ class Publisher:
     def __init__(
         self,
         layout: Layout,
-        slots: int = 2,
+        slots: int = 4,
         *,
         stall_seconds: float = 60.0,
         keep: int = 64,
         transport: Transport | None = None,
         deltas: bool = False,
+        threads: int = 2,
     ) -> None:
         if not layout.is_whole:
             raise LayoutError("a publisher needs a layout that holds every tensor whole, once")
+        if threads < 1:
+            raise InvalidArgumentError(f"threads is {threads}; use 1 or more")
         if stall_seconds <= 0:
             raise InvalidArgumentError(f"stall_seconds is {stall_seconds}; use a positive number")
         self._layout = layout
@@ -88,7 +99,7 @@ class Publisher:
                 f"the transport has slots of {self._transport.offer.slot_bytes} bytes; "
                 f"{'deltas' if deltas else 'the layout'} need {needed}"
             )
-        self._slots = SlotTable(layout, self._transport, deltas)
+        self._slots = SlotTable(layout, self._transport, deltas, threads)
         self._ledger = VersionLedger(keep)
         self._publications: dict[int, Publication] = {}
         self._publishing = False
@@ -97,6 +108,7 @@ class Publisher:
         self._former: deque[Peer] = deque(maxlen=keep)
         # Everything above is read and written under this condition, which is notified on change.
         self._changed = threading.Condition()
+        self._watchdog = Watchdog(self._changed, stall_seconds)
         self._reactor = Reactor("weightplane-publisher", self._changed, self._on_ready)
 
     def __enter__(self) -> Publisher:
@@ -118,9 +130,8 @@ class Publisher:
     @property
     def newest(self) -> WeightVersion | None:
         """The version that a subscriber attaching now would be told of."""
-        with self._changed:
-            newest = self._slots.newest
-            return None if newest is None else newest.version
+        newest = self._slots.newest
+        return None if newest is None else newest.version
 
     def attach(self, channel: Channel) -> None:
         """Serve the subscriber at the other end of ``channel``; returns at once.
@@ -130,7 +141,7 @@ class Publisher:
         """
         with self._changed:
             self._require_open()
-            self._peers.append(Peer(channel, self._layout, self._transport.offer))
+            self._peers.append(Peer(channel, self._layout, self._transport))
             self._reactor.add(channel)
 
     def publish(self, state: Mapping[str, torch.Tensor], number: int) -> WeightVersion:
@@ -168,7 +179,9 @@ class Publisher:
             self._require_open()
             announced = time.monotonic()
             self._ledger.announce(version, announced)
-            self._slots.fill(Readable(version, manifest, index, delta))
+            self._slots.fill(
+                Readable(version, manifest, index, self._slots.claim_number(index), delta)
+            )
             self._publications[number] = Publication(
                 version, announced, announced - begun, waited, transfer
             )
@@ -200,7 +213,7 @@ class Publisher:
                 publication = self._report(number)
                 if not publication.pending:
                     return publication
-                self._wait_for(
+                self._watchdog.wait(
                     [peer for peer in self._peers if peer.holds(number)],
                     f"weight version {number} is not staged everywhere",
                     begun,
@@ -291,47 +304,39 @@ class Publisher:
             self._ledger.check_next(number)
             self._publishing = True
             try:
-                while True:
-                    index = self._slots.claim(self._is_read)
-                    if index is not None:
-                        return index
-                    self._wait_for(
-                        [peer for peer in self._peers if peer.holding],
-                        f"weight version {number} finds no free slot of {len(self._slots)}",
-                        begun,
-                    )
+                index = self._slots.claim(self._is_read)
+                vacating = Vacating(self._slots, self._stall_seconds)
+                while index is None:
+                    kept = self._slots.kept(self._is_read)
+                    if kept:
+                        ready = [peer for peer in self._peers if peer.state is PeerState.READY]
+                        self._flush(vacating.ask(kept[0], ready))
+                        self._changed.wait(VACATE_POLL_SECONDS)
+                    else:
+                        self._watchdog.wait(
+                            [peer for peer in self._peers if peer.holding],
+                            f"weight version {number} finds no free slot of {len(self._slots)}",
+                            begun,
+                        )
                     self._require_open()
+                    index = self._slots.claim(self._is_read)
+                claim = self._slots.claim_number(index)
+                if claim:
+                    ready = [peer for peer in self._peers if peer.state is PeerState.READY]
+                    for peer in ready:
+                        peer.begin(index, claim)
+                    self._flush(ready)
+                return index
             except BaseException:
                 self._publishing = False
                 raise
 
+    def _flush(self, peers: Sequence[Peer]) -> None:
+        for peer in peers:
+            self._reactor.flush(peer.channel)
+
     def _is_read(self, number: int) -> bool:
         return any(peer.holds(number) for peer in self._peers)
-
-    def _wait_for(
-        self, peers: list[Peer], what: str, begun: float, timeout: float | None = None
-    ) -> None:
-        """Wait for a change, while the watchdog looks at ``peers``; called under the condition.
-
-        The watchdog gives everybody ``stall_seconds`` from the start of the wait at least: the
-        owner may have kept the interpreter lock, and with it the thread that takes in progress, for
-        long.
-        """
-        now = time.monotonic()
-        stalls = [max(peer.progress_at, begun) + self._stall_seconds for peer in peers]
-        for peer, stall in zip(peers, stalls, strict=True):
-            if now > stall:
-                raise StalledError(
-                    f"{what}: {peer.describe_hold(now)}. Is that process stopped or overloaded? "
-                    "detach() gives it up"
-                )
-        limits = [now + 1.0, *stalls]
-        if timeout is not None:
-            limits.append(begun + timeout)
-            if now >= begun + timeout:
-                holders = "; ".join(peer.describe_hold(now) for peer in peers)
-                raise StalledError(f"{what} after {timeout:g} seconds: {holders}")
-        self._changed.wait(max(0.001, min(limits) - now))
 
     # -- subscribers -------------------------------------------------------------------------------
 
@@ -349,6 +354,7 @@ class Publisher:
                 created=newest.version.created,
                 announced_at=publication.announced_at,
                 slot=newest.slot,
+                claim=newest.claim,
                 digests=newest.manifest.pack(),
                 delta=newest.delta,
             ),

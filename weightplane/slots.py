@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy
 import torch
@@ -13,7 +15,7 @@ from weightplane.delta import encode_delta
 from weightplane.digest import Manifest
 from weightplane.layout import Layout
 from weightplane.messages import DeltaOffer
-from weightplane.p2p import Transport
+from weightplane.p2p import Offer, SharedTransport, Transport
 from weightplane.transfer import write_state
 from weightplane.version import Transfer, WeightVersion
 
@@ -33,6 +35,7 @@ class Readable:
     version: WeightVersion
     manifest: Manifest
     slot: int
+    claim: int = 0
     delta: DeltaOffer | None = None
 
 
@@ -44,6 +47,7 @@ class _Slot:
     tail: memoryview
     tensors: Mapping[str, torch.Tensor]
     number: int | None = None
+    claim: int = 0
     writing: bool = False
 
 
@@ -54,19 +58,26 @@ class SlotTable:
         layout: what lies in every slot.
         transport: owns the memory.
         deltas: whether `write` also writes deltas.
+        threads: how many copy at a time.
     """
 
-    def __init__(self, layout: Layout, transport: Transport, deltas: bool = False) -> None:
+    def __init__(
+        self, layout: Layout, transport: Transport, deltas: bool = False, threads: int = 1
+    ) -> None:
+        self._threads = threads
+        self._helpers = ThreadPoolExecutor(max(1, threads - 1), "weightplane-copy")
         self._deltas = deltas
         self._layout = layout
         self._transport = transport
-        self._slots: list[_Slot] = []
-        for index in range(transport.offer.slots):
-            whole = transport.buffer(index)
-            view, tail = whole[: layout.size], whole[layout.size :]
-            tensors = layout.views(torch.frombuffer(view, dtype=torch.uint8))
-            self._slots.append(_Slot(view, tail, tensors))
+        self._shared = transport if isinstance(transport, SharedTransport) else None
+        self._slots = [self._open(index) for index in range(transport.offer.slots)]
         self._newest: Readable | None = None
+
+    def _open(self, index: int) -> _Slot:
+        whole = self._transport.buffer(index)
+        view, tail = whole[: self._layout.size], whole[self._layout.size :]
+        tensors = self._layout.views(torch.frombuffer(view, dtype=torch.uint8))
+        return _Slot(view, tail, tensors)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -85,16 +96,44 @@ class SlotTable:
             is_read: whether a subscriber may be reading a version.
         """
         for index, slot in enumerate(self._slots):
-            newest = self._newest is not None and self._newest.slot == index
-            if slot.writing or (newest and len(self._slots) > 1):
+            if not self._is_free(index, is_read):
                 continue
-            if slot.number is not None and is_read(slot.number):
-                continue
-            slot.number, slot.writing = None, True
-            if newest:
+            if self._shared is not None:
+                claim = self._shared.claim(index)
+                if claim is None:
+                    continue
+                slot.claim = claim
+            if self._newest is not None and self._newest.slot == index:
                 self._newest = None
+            slot.number, slot.writing = None, True
             return index
         return None
+
+    def kept(self, is_read: Callable[[int], bool]) -> list[int]:
+        """Slots that nothing but readers who keep them stands against, the oldest version first."""
+        found = [index for index in range(len(self._slots)) if self._is_free(index, is_read)]
+        return sorted(found, key=lambda index: self._slots[index].number or 0)
+
+    def claim_number(self, index: int) -> int:
+        """What a slot is stamped with; 0 where readers cannot keep slots."""
+        return self._slots[index].claim
+
+    def replace(self, index: int) -> Offer | None:
+        """Put fresh memory in the place of a slot that a reader keeps; None if none can be kept."""
+        if self._shared is None:
+            return None
+        # Before the transport unmaps the old memory, nothing here may refer to it.
+        self._slots[index] = _Slot(memoryview(b""), memoryview(b""), {})
+        offer = self._shared.replace(index)
+        self._slots[index] = self._open(index)
+        return offer
+
+    def _is_free(self, index: int, is_read: Callable[[int], bool]) -> bool:
+        slot = self._slots[index]
+        newest = self._newest is not None and self._newest.slot == index
+        if slot.writing or (newest and len(self._slots) > 1):
+            return False
+        return slot.number is None or not is_read(slot.number)
 
     def write(
         self, index: int, state: Mapping[str, torch.Tensor]
@@ -104,7 +143,11 @@ class SlotTable:
         If slots have room for one, the delta against the newest version is written behind it.
         """
         slot = self._slots[index]
-        manifest, transfer = write_state(self._layout, state, slot.view, slot.tensors)
+        shared = self._shared
+        advance = _ignore if shared is None else partial(shared.advance, index)
+        manifest, transfer = write_state(
+            self._layout, state, slot.view, slot.tensors, advance, self._helpers, self._threads
+        )
         delta = self._write_delta(slot)
         self._transport.seal(index)
         return manifest, transfer, delta
@@ -126,6 +169,8 @@ class SlotTable:
 
     def release(self, index: int) -> None:
         """Give up a claim; the slot holds nothing."""
+        if self._shared is not None:
+            self._shared.disclaim(index)
         self._slots[index].writing = False
 
     def fill(self, readable: Readable) -> None:
@@ -135,6 +180,11 @@ class SlotTable:
         self._newest = readable
 
     def close(self) -> None:
-        """Let go of the memory, so that the transport can unmap it."""
+        """Let go of the memory, so that the transport can unmap it, and end the threads."""
+        self._helpers.shutdown()
         self._slots.clear()
         self._newest = None
+
+
+def _ignore(written: int) -> None:
+    """Nobody reads a slot of this transport before it is sealed."""

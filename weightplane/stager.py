@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from weightplane.channel import Channel, Received
-from weightplane.digest import DIGEST_BYTES, Manifest
+from weightplane.digest import Manifest
 from weightplane.errors import (
     ChannelClosedError,
     ChannelError,
     ClosedError,
-    DigestMismatchError,
     LayoutMismatchError,
     PublisherGoneError,
     StalledError,
@@ -26,31 +23,38 @@ from weightplane.errors import (
 from weightplane.fetch import fetch
 from weightplane.layout import Layout
 from weightplane.memory import BufferPool, StagingBuffer
-from weightplane.messages import PROTOCOL, Announce, Goodbye, Hello, Progress, Refused, Welcome
-from weightplane.p2p import Offer, Reader
+from weightplane.messages import (
+    PROTOCOL,
+    Announce,
+    Begin,
+    Goodbye,
+    Hello,
+    Progress,
+    Refused,
+    Replaced,
+    Vacate,
+    Welcome,
+)
+from weightplane.p2p import Offer, Reader, SharedReader
+from weightplane.partial import Partial
+from weightplane.sharer import SlotSharer
+from weightplane.sharing import SharedVersions
 from weightplane.store import VersionStore
 from weightplane.swap import Held
 from weightplane.transfer import cut_into_runs
 from weightplane.version import WeightVersion
 from weightplane.wakeup import Wakeup
-
-logger = logging.getLogger("weightplane")
+from weightplane.welcome import announced_manifest, check_slot, find_transport
 
 PROGRESS_SECONDS = 0.25
 """How often a long staging tells the publisher that it moves."""
 
+_FOLLOW_MILLISECONDS = 1
+"""How often to look how far the publisher is with the slot that it writes."""
+
 _POLL_SECONDS = 0.01
 """How often to look whether the owner let go of a buffer. A buffer is let go by reference counting,
 in any thread at any moment, where taking a lock to notify somebody could deadlock."""
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """The verified beginning of a version that a lost source did not finish."""
-
-    manifest: str
-    buffer: StagingBuffer
-    verified: int
 
 
 class Stager:
@@ -67,6 +71,7 @@ class Stager:
         warm_buffers: how many buffers to have ready, so that staging pays no first touch.
         buffer_wait_seconds: how long a version waits for the owner to let go of old tensors.
         in_place: whether versions wait for `proceed` and take the place of what serves.
+        shared: the versions kept in a publisher's slots; None to copy every version.
         partial: what the stager before this one had of a version when its source was lost.
     """
 
@@ -83,6 +88,7 @@ class Stager:
         warm_buffers: int,
         buffer_wait_seconds: float,
         in_place: bool = False,
+        shared: SharedVersions | None = None,
         partial: Partial | None = None,
     ) -> None:
         self._channel = channel
@@ -96,11 +102,13 @@ class Stager:
         self._buffer_wait_seconds = buffer_wait_seconds
         self._runs = cut_into_runs(layout)
         self._in_place = in_place
+        self._shared = shared
+        self._sharer: SlotSharer | None = None
         self._waiting: Announce | None = None
         self._proceed = False
         self._partial = partial
         self._reader: Reader | None = None
-        self._slots = 0
+        self._joined: Offer | None = None
         self._registered = 0
         self._progress_at = 0.0
         self._done = 0
@@ -127,8 +135,10 @@ class Stager:
 
     def _run(self) -> None:
         try:
-            # Before the hello: memory that cannot be had is reported before anything is announced.
-            self._pool.warm(1)
+            if self._shared is None:
+                # Before the hello: memory that cannot be had is reported before anything is
+                # announced.
+                self._pool.warm(1)
             self._channel.queue(Hello(PROTOCOL, self._name, os.getpid(), self._layout.to_json()))
             poller = select.poll()
             poller.register(self._outbox_wakeup, select.POLLIN)
@@ -136,7 +146,7 @@ class Stager:
                 self._send_outbox()
                 events = select.POLLIN | (select.POLLOUT if self._channel.wants_write else 0)
                 poller.register(self._channel, events)
-                poller.poll()
+                poller.poll(self._poll_milliseconds())
                 self._outbox_wakeup.clear()
                 for received in self._channel.read():
                     self._handle(received)
@@ -159,6 +169,12 @@ class Stager:
             if self._reader is not None:
                 self._reader.close()
 
+    def _poll_milliseconds(self) -> int | None:
+        """How long to sleep unless somebody speaks; follows the slot that is being written."""
+        if self._sharer is None or not self._sharer.following:
+            return None
+        return 0 if self._sharer.advance() else _FOLLOW_MILLISECONDS
+
     def _send_outbox(self) -> None:
         for message in self._store.take_outbox():
             self._channel.queue(message)
@@ -176,8 +192,17 @@ class Stager:
                 elif not self._stop.is_set():
                     self._stage(message, self._reader)
                     self._send_outbox()
-                    self._pool.warm(self._warm_buffers)
-                    self._register_buffers(self._reader)
+                    self._warm(self._reader)
+                return
+            case Begin() if self._reader is not None and not received.descriptors:
+                if self._sharer is not None:
+                    self._sharer.follow(message)
+                return
+            case Vacate() if self._sharer is not None and not received.descriptors:
+                self._sharer.vacate(message.slot)
+                return
+            case Replaced() if isinstance(self._reader, SharedReader):
+                self._replace_slot(message, received.descriptors)
                 return
         for descriptor in received.descriptors:
             os.close(descriptor)
@@ -222,7 +247,7 @@ class Stager:
 
     def _join(self, welcome: Welcome, descriptors: tuple[int, ...]) -> None:
         try:
-            open_reader = self._find_transport(welcome)
+            open_reader = find_transport(welcome, self._layout, self._readers)
             offer = Offer(
                 welcome.transport,
                 welcome.slots,
@@ -235,33 +260,43 @@ class Stager:
                 os.close(descriptor)
             raise
         self._reader = open_reader(offer)
-        self._slots = offer.slots
+        self._joined = offer
+        if self._shared is not None and isinstance(self._reader, SharedReader):
+            self._sharer = SlotSharer(self._reader, self._layout, offer, self._shared)
+        else:
+            self._pool.warm(1)
         self._register_buffers(self._reader)
         self._store.connected()
 
-    def _find_transport(self, welcome: Welcome) -> Callable[[Offer], Reader]:
-        if welcome.protocol != PROTOCOL or welcome.layout != self._layout.digest:
-            raise ChannelError(
-                f"the publisher welcomes this subscriber to protocol {welcome.protocol} and layout "
-                f"{welcome.layout}; here are protocol {PROTOCOL} and layout {self._layout.digest}"
-            )
-        if welcome.slot_bytes < self._layout.size:
-            raise ChannelError(
-                f"the publisher offers slots of {welcome.slot_bytes} bytes, "
-                f"the layout needs {self._layout.size}"
-            )
-        open_reader = self._readers.get(welcome.transport)
-        if open_reader is None:
-            raise ChannelError(
-                f"the publisher offers transport {welcome.transport!r}; "
-                f"this subscriber knows {', '.join(self._readers)}"
-            )
-        return open_reader
+    def _warm(self, reader: Reader) -> None:
+        """Have the buffers of later versions ready, if versions are copied."""
+        if self._sharer is None:
+            self._pool.warm(self._warm_buffers)
+            self._register_buffers(reader)
+
+    def _replace_slot(self, message: Replaced, descriptors: tuple[int, ...]) -> None:
+        check_slot(message.slot, self._joined)
+        if self._sharer is None:
+            raise ChannelError("the publisher replaces a slot, but this subscriber keeps none")
+        self._sharer.replace(message.slot, descriptors, message.endpoint)
+
+    def _share(self, announce: Announce, version: WeightVersion, manifest: Manifest) -> bool:
+        """Show a version where it lies; whether that is possible."""
+        if self._sharer is None or self._in_place:
+            return False
+        found = self._sharer.stage(announce, manifest, self._on_progress(announce.number))
+        if found is None:
+            return False
+        shared, transfer = found
+        self._store.make_room()
+        self._send_outbox()
+        tensors = self._layout.views(shared.lease()[: self._layout.size])
+        self._store.put(Held(version, manifest, shared, tensors), transfer)
+        return True
 
     def _stage(self, announce: Announce, reader: Reader) -> None:
         """Make the announced version whole here, or abort it and say why."""
-        if not 0 <= announce.slot < self._slots:
-            raise ChannelError(f"the publisher announces slot {announce.slot} of {self._slots}")
+        check_slot(announce.slot, self._joined)
         number = announce.number
         version = WeightVersion(number, announce.base, announce.manifest, announce.created)
         if not self._store.announce(version, announce.announced_at):
@@ -269,7 +304,9 @@ class Stager:
         buffer: StagingBuffer | None = None
         self._done = verified = 0
         try:
-            manifest = self._manifest(announce)
+            manifest = announced_manifest(announce, self._layout)
+            if self._share(announce, version, manifest):
+                return
             buffer, verified = self._resume(manifest)
             if buffer is None:
                 buffer = self._obtain_buffer(number)
@@ -290,7 +327,9 @@ class Stager:
             self._store.put(Held(version, manifest, buffer, tensors), transfer)
         except BaseException as error:
             if isinstance(error, TransferError) and buffer is not None:
-                self._keep_partial(announce.manifest, buffer, verified)
+                self._partial = Partial.of(
+                    announce.manifest, buffer, self._runs, verified, self._done
+                )
             elif buffer is not None:
                 self._pool.give_back(buffer)
             self._store.abort(number, str(error) or repr(error))
@@ -302,44 +341,18 @@ class Stager:
         """What this stager had of a version when its source was lost; to be read after its end."""
         return self._partial
 
-    def _keep_partial(self, manifest: str, buffer: StagingBuffer, verified: int) -> None:
-        """Keep what was verified: up to the last run at whose end a tensor ends."""
-        ends = [run.stop for run in self._runs if run.parts[-1].last and run.stop <= self._done]
-        self._partial = Partial(manifest, buffer, max([verified, *ends]))
-
     def _resume(self, manifest: Manifest) -> tuple[StagingBuffer | None, int]:
         """The buffer and the verified bytes of an earlier attempt at the same weights."""
         partial, self._partial = self._partial, None
         if partial is None:
             return None, 0
-        if partial.manifest != manifest.digest:
-            self._pool.give_back(partial.buffer)
-            return None, 0
-        logger.warning(
-            "a version that another source began is finished here: %d of %d bytes are verified",
-            partial.verified, self._layout.size,
-        )  # fmt: skip
-        return partial.buffer, partial.verified
+        return partial.resume(manifest, self._layout)
 
     def _register_buffers(self, reader: Reader) -> None:
         """Register the buffers that were made since the last call; the pool never frees one."""
         for buffer in self._pool.buffers[self._registered :]:
             reader.register(buffer.bytes)
             self._registered += 1
-
-    def _manifest(self, announce: Announce) -> Manifest:
-        if len(announce.digests) != DIGEST_BYTES * len(self._layout.tensors):
-            raise ChannelError(
-                f"weight version {announce.number} comes with {len(announce.digests)} bytes of "
-                f"digests for {len(self._layout.tensors)} tensors"
-            )
-        manifest = Manifest.unpack(self._layout, announce.digests)
-        if manifest.digest != announce.manifest:
-            raise DigestMismatchError(
-                f"the manifest of weight version {announce.number} has digest {manifest.digest}, "
-                f"announced was {announce.manifest}"
-            )
-        return manifest
 
     def _obtain_buffer(self, number: int) -> StagingBuffer:
         """A buffer that nothing refers to; waits for the owner to let go of one if it must."""

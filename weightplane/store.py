@@ -18,7 +18,6 @@ from weightplane.errors import (
     WeightPlaneError,
 )
 from weightplane.events import Connection, EventKind, SubscriberEvent
-from weightplane.memory import BufferPool
 from weightplane.messages import Aborted, Committed, Message, Retired, Staged
 from weightplane.swap import DerivedCaches, Held, Invalidate, Swap
 from weightplane.version import (
@@ -38,13 +37,11 @@ class VersionStore:
     that sends them.
 
     Args:
-        pool: where buffers go back to.
         retain: previous versions to keep for a rollback.
         stage_ahead: most versions that may be staged and uncommitted.
     """
 
-    def __init__(self, pool: BufferPool, retain: int, stage_ahead: int) -> None:
-        self._pool = pool
+    def __init__(self, retain: int, stage_ahead: int) -> None:
         self._retain = retain
         self._stage_ahead = stage_ahead
         self.outbox_wakeup: Wakeup | None = None
@@ -375,7 +372,7 @@ class VersionStore:
 
     def _retire(self, held: Held, reason: str) -> None:
         self._ledger.retire(held.version.number, reason)
-        self._pool.give_back(held.buffer)
+        held.buffer.give_back()
         self._send(Retired(held.version.number, reason))
         if self._connection is Connection.CONNECTED:
             # Freeing hundreds of tensors takes longer than the rest of a swap: the staging thread

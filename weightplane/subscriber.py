@@ -28,7 +28,9 @@ from weightplane.layout import Layout
 from weightplane.memory import BufferPool
 from weightplane.p2p import Offer, Reader
 from weightplane.p2p.readers import READERS
-from weightplane.stager import Partial, Stager
+from weightplane.partial import Partial
+from weightplane.sharing import SharedVersions
+from weightplane.stager import Stager
 from weightplane.store import VersionStore
 from weightplane.swap import Invalidate, Swap
 from weightplane.transfer import verify_held
@@ -60,10 +62,12 @@ class SubscriberStatus:
 class Subscriber:
     """Receives versions from one publisher. Construct, commit, roll back and close from one thread.
 
-    Memory: ``layout.size`` bytes for each of: the active version, ``retain`` previous ones and the
-    one that is being staged; one more for each version beyond the first that is staged and
-    uncommitted, up to ``stage_ahead``. Buffers are reused, never freed, and never overwritten while
-    any tensor over them is alive anywhere in the process.
+    Memory: over shared memory none, unless ``share`` is off: the engine computes with the
+    publisher's slots, which every replica of the machine shares. Otherwise ``layout.size`` bytes
+    for each of: the active version, ``retain`` previous ones and the one that is being staged; one
+    more for each version beyond the first that is staged and uncommitted, up to ``stage_ahead``.
+    Buffers are reused, never freed, and neither they nor slots are overwritten while any tensor
+    over them is alive anywhere in the process.
 
     Args:
         channel: to the publisher; the subscriber owns it from now on.
@@ -78,6 +82,10 @@ class Subscriber:
             staged as ever; later ones are *offered* and wait for `replace`. It costs the pause: the
             engine stands still for the whole transfer instead of for a move of pointers, nothing
             serves if the transfer fails, and there is no rollback. Needs ``retain=0``.
+        share: compute with versions where the publisher wrote them, if the transport allows it
+            (``shm`` does): nothing is copied, and a version is verified while it is written. What
+            the engine writes into its weights stays its own. When the publisher runs out of slots,
+            the oldest version here is copied, in place and in the background.
 
     Raises:
         LayoutError: the layout holds parts of tensors.
@@ -94,6 +102,7 @@ class Subscriber:
         buffer_wait_seconds: float = 30.0,
         readers: Mapping[str, Callable[[Offer], Reader]] = READERS,
         in_place: bool = False,
+        share: bool = True,
     ) -> None:
         if not layout.is_whole:
             raise LayoutError("a subscriber needs a layout that holds every tensor whole, once")
@@ -108,9 +117,10 @@ class Subscriber:
         self._layout = layout
         self._in_place = in_place
         self._pool = BufferPool(layout.size, limit=1 if in_place else 1 + retain + stage_ahead)
-        self._store = VersionStore(self._pool, retain, stage_ahead)
+        self._store = VersionStore(retain, stage_ahead)
         self._name = f"process-{os.getpid()}" if name is None else name
         self._readers = readers
+        self._shared = SharedVersions() if share and not in_place else None
         self._warm_buffers = 2 + retain
         self._buffer_wait_seconds = buffer_wait_seconds
         self._stager = self._start_stager(channel, None)
@@ -177,6 +187,7 @@ class Subscriber:
             warm_buffers=self._warm_buffers,
             buffer_wait_seconds=self._buffer_wait_seconds,
             in_place=self._in_place,
+            shared=self._shared,
             partial=partial,
         )
 

@@ -11,6 +11,7 @@ import torch
 from weightplane.digest import Manifest
 from weightplane.errors import CommitRefusedError, InvalidArgumentError
 from weightplane.memory import StagingBuffer
+from weightplane.sharing import SharedVersion
 from weightplane.version import WeightVersion
 
 Invalidate = Callable[[WeightVersion, WeightVersion | None], None]
@@ -59,7 +60,7 @@ class Held:
 
     version: WeightVersion
     manifest: Manifest
-    buffer: StagingBuffer
+    buffer: StagingBuffer | SharedVersion
     tensors: Mapping[str, torch.Tensor]
 
 

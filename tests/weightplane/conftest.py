@@ -59,7 +59,8 @@ def same() -> Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]],
 
 @pytest.fixture
 def publisher(layout: Layout) -> Iterator[Publisher]:
-    with Publisher(layout, stall_seconds=5.0) as publisher:
+    # Two slots, so that subscribers are asked for theirs in many a test.
+    with Publisher(layout, slots=2, stall_seconds=5.0) as publisher:
         yield publisher
 
 
@@ -72,6 +73,8 @@ def join(layout: Layout) -> Iterator[Callable[..., Subscriber]]:
         ours, theirs = channel_pair()
         publisher.attach(Channel(ours))
         options.setdefault("name", f"engine-{len(joined)}")
+        # A reader of the test's own is to be read from.
+        options.setdefault("share", "readers" not in options)
         subscriber = Subscriber(Channel(theirs), options.pop("layout", layout), **options)
         joined.append(subscriber)
         return subscriber

@@ -98,6 +98,8 @@ def main() -> None:
         layout,
         name=arguments.name,
         readers={"shm": CountingReader if arguments.count_turns else slow},
+        # A reader of the test's own is to be read from.
+        share=not arguments.count_turns and not arguments.read_delay,
     )
     table = commands(subscriber)
     with subscriber:

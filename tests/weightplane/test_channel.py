@@ -27,7 +27,7 @@ from weightplane.messages import (
 
 MESSAGES = [
     Welcome(1, "digest", 7, "shm", 2, 4096, b"endpoint"),
-    Announce(3, None, "manifest", 1.5, 2.5, 1, bytes(32), DeltaOffer("b", 64, 9, bytes(16))),
+    Announce(3, None, "manifest", 1.5, 2.5, 1, 7, bytes(32), DeltaOffer("b", 64, 9, bytes(16))),
     Progress(3, 1 << 40),
     Staged(3, 1.0, 10, 0.1, 0.2),
     Aborted(3, "torn: \N{SNOWMAN}"),

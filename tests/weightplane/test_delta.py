@@ -117,7 +117,7 @@ def deltas(layout):
 
 
 def test_a_small_change_travels_as_a_delta_and_is_served_exactly(deltas, join, state, same):
-    engine = join(deltas)
+    engine = join(deltas, share=False)
     deltas.wait_subscribers(1, 10)
     weights = state(0)
     for number in range(6):
@@ -141,7 +141,7 @@ def test_packed_mxfp4_changes_travel_as_a_delta(join, same):
 
     layout = Layout.of(weights)
     with Publisher(layout, deltas=True) as publisher:
-        engine = join(publisher, layout=layout)
+        engine = join(publisher, layout=layout, share=False)
         publisher.wait_subscribers(1, 10)
         for number in range(3):
             publisher.publish(weights, number)
@@ -153,7 +153,7 @@ def test_packed_mxfp4_changes_travel_as_a_delta(join, same):
 
 
 def test_a_change_of_everything_travels_in_full(deltas, join, state, same):
-    engine = join(deltas)
+    engine = join(deltas, share=False)
     deltas.wait_subscribers(1, 10)
     for number in range(3):
         assert deltas.publish(state(number), number).base is None
@@ -167,7 +167,7 @@ def test_a_lost_base_falls_back_to_a_full_transfer_and_says_so(deltas, join, sta
     weights = step(weights, 1)
     assert deltas.publish(weights, 1).base is not None
     with caplog.at_level(logging.WARNING, logger="weightplane"):
-        late = join(deltas)
+        late = join(deltas, share=False)
         assert late.wait_staged(10).number == 1
     assert same(late.commit(1).tensors, weights)
     assert late.records()[-1].transfer.byte_count == deltas.layout.byte_count
@@ -177,7 +177,7 @@ def test_a_lost_base_falls_back_to_a_full_transfer_and_says_so(deltas, join, sta
 def test_a_base_that_was_written_into_is_noticed_and_the_version_taken_in_full(
     deltas, join, state, same, caplog
 ):
-    engine = join(deltas)
+    engine = join(deltas, share=False)
     deltas.wait_subscribers(1, 10)
     weights = state(0)
     deltas.publish(weights, 0)
@@ -192,13 +192,13 @@ def test_a_base_that_was_written_into_is_noticed_and_the_version_taken_in_full(
 
 
 def test_several_engines_with_different_bases_all_end_with_the_same_bits(deltas, join, state, same):
-    first = join(deltas)
+    first = join(deltas, share=False)
     deltas.wait_subscribers(1, 10)
     weights = state(0)
     engines = [first]
     for number in range(4):
         if number == 2:
-            engines.append(join(deltas))
+            engines.append(join(deltas, share=False))
             deltas.wait_subscribers(2, 10)
         deltas.publish(weights, number)
         assert deltas.wait(number, 10).staged_everywhere

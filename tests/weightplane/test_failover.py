@@ -90,7 +90,8 @@ def test_a_version_is_finished_from_another_source_where_the_first_one_stopped(b
     with Publisher(layout) as first, Publisher(layout) as second:
         for publisher in (first, second):
             publisher.publish(weights, 7)
-        with Subscriber(attach(first), layout, readers={"shm": FailingReader}) as engine:
+        readers = {"shm": FailingReader}
+        with Subscriber(attach(first), layout, readers=readers, share=False) as engine:
             first.wait_subscribers(1, 10)
             assert first.wait(7, 20).failed
             assert engine.staged() is None

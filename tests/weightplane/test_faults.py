@@ -323,6 +323,7 @@ def announce(manifest: Manifest, /, **changes) -> Announce:
         "created": 0.0,
         "announced_at": 0.0,
         "slot": 0,
+        "claim": 0,
         "digests": manifest.pack(),
         "delta": None,
         **changes,

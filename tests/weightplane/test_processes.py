@@ -125,7 +125,7 @@ def test_a_publisher_killed_in_the_middle_of_staging_leaves_the_engine_serving(
                 resume.wait(30)
             super().read(slot, offset, destination)
 
-    with Subscriber(Channel(ours), layout, readers={"shm": PausedReader}) as engine:
+    with Subscriber(Channel(ours), layout, readers={"shm": PausedReader}, share=False) as engine:
         engine.commit(engine.wait_staged(60).number)
         assert reading.wait(60)
         learner.kill()
@@ -143,7 +143,7 @@ def test_a_publisher_killed_in_the_middle_of_staging_leaves_the_engine_serving(
 
 def test_a_stopped_subscriber_trips_the_watchdog_and_resumes_unharmed(large, engine, eventually):
     state, layout = large
-    with Publisher(layout, stall_seconds=0.5) as publisher:
+    with Publisher(layout, slots=2, stall_seconds=0.5) as publisher:
         process = engine(layout, "--name", "stopped")
         publisher.attach(process.channel)
         publisher.wait_subscribers(1, 60)

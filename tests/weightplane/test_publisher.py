@@ -153,7 +153,7 @@ def test_with_one_slot_late_joiners_start_from_the_next_version(layout, join, st
 
 
 def test_the_watchdog_names_who_holds_the_slots_and_since_when(layout, bare, state):
-    with Publisher(layout, stall_seconds=0.3) as publisher:
+    with Publisher(layout, slots=2, stall_seconds=0.3) as publisher:
         bare("stuck-engine", to=publisher)
         publisher.publish(state(1), 1)
         publisher.publish(state(2), 2)
@@ -173,7 +173,7 @@ def test_the_watchdog_names_who_holds_the_slots_and_since_when(layout, bare, sta
 
 
 def test_progress_restarts_the_watchdog(layout, bare, state):
-    with Publisher(layout, stall_seconds=0.5) as publisher:
+    with Publisher(layout, slots=2, stall_seconds=0.5) as publisher:
         peer = bare("slow", to=publisher)
         publisher.publish(state(1), 1)
         publisher.publish(state(2), 2)
@@ -251,7 +251,7 @@ def test_a_layout_of_parts_is_refused():
 def test_too_little_shared_memory_is_known_at_construction(open_files):
     before = open_files().keys()
     with pytest.raises(ShmSpaceError, match=r"4611686018427387904 bytes .* use fewer slots"):
-        Publisher(Layout.whole([TensorSpec("a", (1 << 61,), "uint8")]))
+        Publisher(Layout.whole([TensorSpec("a", (1 << 61,), "uint8")]), slots=2)
     assert open_files().keys() == before
 
 
@@ -346,7 +346,7 @@ def test_closing_is_idempotent_and_bounded_and_final(layout, bare, state):
 
 
 def test_closing_ends_a_publish_that_waits_for_a_slot(layout, bare, state):
-    publisher = Publisher(layout)
+    publisher = Publisher(layout, slots=2)
     bare(to=publisher)
     publisher.publish(state(1), 1)
     publisher.publish(state(2), 2)

@@ -16,7 +16,7 @@ def stage(publisher, subscriber, weights, number):
 
 
 def test_memory_does_not_grow_over_many_swaps(publisher, join, state, open_files):
-    engine = join(publisher)
+    engine = join(publisher, share=False)
     publisher.wait_subscribers(1, 10)
     addresses = set()
 
@@ -42,7 +42,7 @@ def resident_bytes() -> int:
 
 
 def test_weights_the_engine_still_holds_are_never_overwritten(publisher, join, state, same):
-    engine = join(publisher)
+    engine = join(publisher, share=False)
     publisher.wait_subscribers(1, 10)
     stage(publisher, engine, state(1), 1)
     held = dict(engine.commit(1).tensors)
@@ -61,7 +61,7 @@ def test_weights_the_engine_still_holds_are_never_overwritten(publisher, join, s
 def test_a_version_waits_for_the_engine_to_let_go_and_is_staged_then(
     publisher, join, state, same, eventually
 ):
-    engine = join(publisher, retain=0, stage_ahead=1)
+    engine = join(publisher, share=False, retain=0, stage_ahead=1)
     publisher.wait_subscribers(1, 10)
     held = []
     for number in (1, 2):
@@ -76,7 +76,7 @@ def test_a_version_waits_for_the_engine_to_let_go_and_is_staged_then(
 
 
 def test_a_version_that_finds_no_memory_is_aborted_and_says_why(publisher, join, state):
-    engine = join(publisher, retain=0, stage_ahead=1, buffer_wait_seconds=0.05)
+    engine = join(publisher, share=False, retain=0, stage_ahead=1, buffer_wait_seconds=0.05)
     publisher.wait_subscribers(1, 10)
     held = []
     for number in (1, 2):

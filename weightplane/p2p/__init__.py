@@ -21,9 +21,10 @@ Contract of both halves:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from weightplane.errors import InvalidArgumentError
+from weightplane.sharing import SharedVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,62 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Let go of the slots. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class SharedTransport(Transport, Protocol):
+    """A publisher's half whose slots readers can compute with where they lie."""
+
+    def claim(self, slot: int) -> int | None:
+        """Take a slot for writing; None while a reader keeps what lies in it.
+
+        Returns:
+            The number of the claim, from 1 on and never used twice.
+        """
+        ...
+
+    def advance(self, slot: int, written: int) -> None:
+        """Show readers that the first ``written`` bytes of a claimed slot are final."""
+        ...
+
+    def disclaim(self, slot: int) -> None:
+        """Give up a claim: the slot holds nothing. `Transport.seal` ends a claim that succeeded."""
+        ...
+
+    def replace(self, slot: int) -> Offer:
+        """Put fresh memory in the place of a slot that a reader keeps; the old is that reader's.
+
+        Returns:
+            An offer of this one slot; its descriptors stay this transport's.
+        """
+        ...
+
+
+@runtime_checkable
+class SharedReader(Reader, Protocol):
+    """A subscriber's half that can keep slots."""
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of a slot where they lie; torn while they are written."""
+        ...
+
+    def written(self, slot: int, claim: int) -> int:
+        """How many bytes of a slot are final for that claim; 0 if another claim has the slot."""
+        ...
+
+    def share(self, slot: int, claim: int) -> SharedVersion | None:
+        """Keep a slot as it is, until nothing refers to it; None if it holds another claim's bytes
+        or its owner may not be kept from it.
+        """
+        ...
+
+    def renew(self, slot: int) -> None:
+        """Look at a slot afresh: the present view has become somebody's own copy."""
+        ...
+
+    def replace(self, slot: int, offer: Offer) -> None:
+        """The owner has put fresh memory in the place of a slot; ``offer`` is of it alone."""
         ...
 
 

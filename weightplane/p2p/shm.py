@@ -1,87 +1,58 @@
 """Shared memory between processes of one machine.
 
-A slot is an anonymous file in ``/dev/shm`` (``O_TMPFILE``): it never has a name, reaches other
-processes as a descriptor over the channel, and is gone when the last process that maps it is gone.
-So nothing leaks when processes are killed, and nobody can open it by guessing a name. The space is
-allocated, not only reserved, at construction: a full ``/dev/shm`` is one clear error then, instead
-of a SIGBUS in the middle of a copy.
+A slot is an anonymous file (see `shm_files`) with one more page behind the version, the *stamp*:
+which claim of the slot wrote, or writes, what lies there, and how far. Readers either copy a slot,
+as over any transport, or compute with it where it lies:
+
+- every reader maps a slot copy-on-write, so whatever an engine writes into its weights stays its
+  own and can reach neither the publisher nor another engine;
+- a reader that keeps a slot holds a shared lock (``flock``) on it, and the owner takes the
+  exclusive one to write: the kernel keeps the two apart, and lets go for whoever is killed;
+- the stamp, read under the lock, says whether the slot still holds what was announced.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
+import fcntl
 import mmap
 import os
-import stat
-from dataclasses import replace
+import struct
 from pathlib import Path
 
 import msgspec
 import numpy
 
 from weightplane.channel import MAX_DESCRIPTORS
-from weightplane.errors import (
-    ChannelError,
-    InvalidArgumentError,
-    ShmSpaceError,
-    TransferError,
-)
+from weightplane.errors import InvalidArgumentError
 from weightplane.p2p import Offer, check_range
+from weightplane.p2p.shm_files import (
+    DEFAULT_DIRECTORY,
+    Place,
+    check_descriptors,
+    close_descriptors,
+    create_anonymous_file,
+    free_bytes,
+    identity,
+    reopen,
+    space_error,
+)
+from weightplane.sharing import SharedVersion
 
 NAME = "shm"
 
-DEFAULT_DIRECTORY = Path("/dev/shm")
-
-_NO_TMPFILE = frozenset(
-    {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.EACCES}
-)
-"""What ``open(O_TMPFILE)`` answers where it, or the directory, does not exist or is not ours."""
+_STAMP = struct.Struct("<QQ")
+"""The claim that a slot's bytes belong to, and how many of them are written."""
 
 
-def create_anonymous_file(size: int, directory: Path = DEFAULT_DIRECTORY) -> int:
-    """A descriptor of ``size`` bytes of shared memory that has no name and is fully allocated.
-
-    Falls back to ``memfd_create``, which has no name either, where ``directory`` does not exist or
-    its file system lacks ``O_TMPFILE``.
-
-    Raises:
-        ShmSpaceError: there is too little room; nothing was left behind.
-    """
-    try:
-        descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno not in _NO_TMPFILE:
-            raise
-        descriptor = os.memfd_create("lockstep-weights", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        os.close(descriptor)
-        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise space_error(size, directory) from error
-        raise
-    return descriptor
+def stamp_offset(slot_bytes: int) -> int:
+    """Where the stamp lies in a slot's file: at the first page behind the slot."""
+    return -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def space_error(size: int, directory: Path) -> ShmSpaceError:
-    """The error for ``size`` bytes that do not fit in ``directory``; says what would."""
-    free = free_bytes(directory)
-    available = "memory ran out" if free is None else f"{free} bytes are free"
-    return ShmSpaceError(
-        f"{size} bytes of shared memory are needed in {directory}, {available}. Give it more room "
-        "(docker run --shm-size, a larger emptyDir of medium Memory in Kubernetes, or "
-        f"mount -o remount,size=... {directory}), or use fewer slots"
-    )
-
-
-def free_bytes(directory: Path) -> int | None:
-    """Bytes free in the file system of ``directory``; None if unlimited or not there."""
-    try:
-        facts = os.statvfs(directory)
-    except OSError:
-        return None
-    # A tmpfs without a limit reports zero blocks in total.
-    return facts.f_bavail * facts.f_frsize if facts.f_blocks else None
+def file_bytes(slot_bytes: int) -> int:
+    """Bytes of the file of one slot."""
+    return stamp_offset(slot_bytes) + _STAMP.size
 
 
 class ShmTransport:
@@ -108,75 +79,138 @@ class ShmTransport:
             # Asked first because filling a tmpfs to the brim, only to give it back, can starve
             # whoever else uses it meanwhile.
             raise space_error(slots * slot_bytes, directory)
+        self._slot_bytes = slot_bytes
+        self._directory = directory
         self._maps: list[mmap.mmap] = []
-        descriptors: list[int] = []
+        self._descriptors: list[int] = []
+        self._claims = 0
         try:
             for _ in range(slots):
-                descriptors.append(create_anonymous_file(slot_bytes, directory))
-                # MAP_POPULATE: the first version would otherwise pay a page fault every 4 KiB.
-                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-                self._maps.append(mmap.mmap(descriptors[-1], slot_bytes, flags=flags))
+                descriptor, mapping = self._make_slot()
+                self._descriptors.append(descriptor)
+                self._maps.append(mapping)
         except BaseException:
-            _close_descriptors(descriptors)
-            _unmap(self._maps)
+            self._release()
             raise
-        place = _Place(os.getpid(), tuple(_identity(descriptor) for descriptor in descriptors))
-        self._offer = Offer(
-            NAME, slots, slot_bytes, tuple(descriptors), msgspec.msgpack.encode(place)
-        )
         self._closed = False
 
     @property
     def offer(self) -> Offer:
         """How to reach the slots; its descriptors stay this transport's."""
-        return self._offer
+        files = tuple(identity(descriptor) for descriptor in self._descriptors)
+        return Offer(
+            NAME,
+            len(self._maps),
+            self._slot_bytes,
+            tuple(self._descriptors),
+            msgspec.msgpack.encode(Place(os.getpid(), files)),
+        )
 
     def buffer(self, slot: int) -> memoryview:
         """The writable bytes of a slot."""
-        return memoryview(self._maps[slot])
+        return memoryview(self._maps[slot])[: self._slot_bytes]
+
+    def claim(self, slot: int) -> int | None:
+        """Take a slot for writing; None while a reader keeps what lies in it.
+
+        Returns:
+            The number of the claim, from 1 on, which the slot is stamped with.
+        """
+        try:
+            fcntl.flock(self._descriptors[slot], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        self._claims += 1
+        self._stamp(slot, self._claims, 0)
+        return self._claims
+
+    def advance(self, slot: int, written: int) -> None:
+        """Show readers that the first ``written`` bytes of a claimed slot are final."""
+        self._stamp(slot, _STAMP.unpack_from(self._maps[slot], self._stamp_offset)[0], written)
 
     def seal(self, slot: int) -> None:
-        """Nothing to do: readers map the same pages."""
+        """The slot is written; readers may keep it from now on."""
+        self.advance(slot, self._slot_bytes)
+        fcntl.flock(self._descriptors[slot], fcntl.LOCK_UN)
+
+    def disclaim(self, slot: int) -> None:
+        """Give up a claim: the slot holds nothing."""
+        self._stamp(slot, 0, 0)
+        fcntl.flock(self._descriptors[slot], fcntl.LOCK_UN)
+
+    def replace(self, slot: int) -> Offer:
+        """Put fresh memory in the place of a slot that a reader keeps; the old is that reader's.
+
+        Returns:
+            An offer of this one slot; its descriptor stays this transport's.
+
+        Raises:
+            ShmSpaceError: there is no room for another slot.
+        """
+        descriptor, mapping = self._make_slot()
+        old_descriptor, old_mapping = self._descriptors[slot], self._maps[slot]
+        self._descriptors[slot], self._maps[slot] = descriptor, mapping
+        close_descriptors([old_descriptor])
+        unmap([old_mapping])
+        place = Place(os.getpid(), (identity(descriptor),))
+        return Offer(NAME, 1, self._slot_bytes, (descriptor,), msgspec.msgpack.encode(place))
 
     def close(self) -> None:
         """Unmap the slots; the memory goes when the last reader has gone too."""
         if not self._closed:
             self._closed = True
-            _close_descriptors(self._offer.descriptors)
-            _unmap(self._maps)
+            self._release()
+
+    @property
+    def _stamp_offset(self) -> int:
+        return stamp_offset(self._slot_bytes)
+
+    def _stamp(self, slot: int, claim: int, written: int) -> None:
+        _STAMP.pack_into(self._maps[slot], self._stamp_offset, claim, written)
+
+    def _make_slot(self) -> tuple[int, mmap.mmap]:
+        size = file_bytes(self._slot_bytes)
+        descriptor = create_anonymous_file(size, self._directory)
+        try:
+            # MAP_POPULATE: the first version would otherwise pay a page fault every 4 KiB.
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            return descriptor, mmap.mmap(descriptor, size, flags=flags)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def _release(self) -> None:
+        close_descriptors(self._descriptors)
+        self._descriptors = []
+        unmap(self._maps)
 
 
 class ShmReader:
-    """The subscriber's half: the publisher's slots, mapped for reading only.
+    """The subscriber's half: the publisher's slots, mapped copy-on-write.
 
     Args:
         offer: the publisher's; its descriptors are closed by this call, whatever comes of it.
 
     Raises:
         ChannelError: the descriptors are not what the offer says.
+        TransferError: the publisher's files cannot be opened from here.
     """
 
     def __init__(self, offer: Offer) -> None:
         self._offer = offer
+        self._files: list[int] = []
         self._maps: list[mmap.mmap] = []
-        if not offer.descriptors and offer.endpoint:
-            offer = _reopen(offer)
+        opened = _open(offer)
         try:
-            _check_descriptors(offer)
-            for descriptor in offer.descriptors:
-                self._maps.append(
-                    mmap.mmap(descriptor, offer.slot_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-                )
+            for descriptor in opened:
+                self._files.append(_own_file(descriptor))
+                self._maps.append(_map(self._files[-1], offer.slot_bytes))
         except BaseException:
-            _unmap(self._maps)
+            close_descriptors(self._files)
+            unmap(self._maps)
             raise
         finally:
-            _close_descriptors(offer.descriptors)
-        self._slots = [numpy.frombuffer(mapping, numpy.uint8) for mapping in self._maps]
-        for slot in self._slots:
-            # Reading one byte per page maps it. MAP_POPULATE would do the same while holding the
-            # interpreter lock, which stops the owner's token generation.
-            numpy.bitwise_or.reduce(slot[:: mmap.PAGESIZE])
+            close_descriptors(opened)
 
     def register(self, arena: memoryview) -> None:
         """Nothing to do: any memory can be copied to."""
@@ -185,95 +219,106 @@ class ShmReader:
         """Fill ``destination`` with the bytes of ``slot`` from ``offset`` on."""
         check_range(self._offer, slot, offset, len(destination))
         target = numpy.frombuffer(destination, numpy.uint8)
+        source = numpy.frombuffer(self._maps[slot], numpy.uint8)
         # numpy copies without the interpreter lock.
-        numpy.copyto(target, self._slots[slot][offset : offset + len(target)])
+        numpy.copyto(target, source[offset : offset + len(target)])
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of a slot where they lie; torn while they are written."""
+        return memoryview(self._maps[slot])[: self._offer.slot_bytes]
+
+    def written(self, slot: int, claim: int) -> int:
+        """How many bytes of a slot are final for that claim; 0 if another claim has the slot."""
+        stamped, count = _STAMP.unpack_from(self._maps[slot], stamp_offset(self._offer.slot_bytes))
+        return min(count, self._offer.slot_bytes) if stamped == claim else 0
+
+    def share(self, slot: int, claim: int) -> SharedVersion | None:
+        """Keep a slot as it is, until nothing refers to it; None if it holds another claim's bytes
+        or the owner writes it.
+        """
+        # A file description of its own: its lock ends when it is closed, and with the process.
+        lock = _reopen_descriptor(self._files[slot])
+        if lock is None:
+            return None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            kept = self.written(slot, claim) == self._offer.slot_bytes
+        except BlockingIOError:
+            kept = False
+        if not kept:
+            os.close(lock)
+            return None
+        return SharedVersion(slot, self._maps[slot], self._offer.slot_bytes, lock)
+
+    def renew(self, slot: int) -> None:
+        """Map a slot again: its mapping is somebody's own copy by now, or was written into."""
+        fresh = _map(self._files[slot], self._offer.slot_bytes)
+        stale, self._maps[slot] = self._maps[slot], fresh
+        unmap([stale])
+
+    def replace(self, slot: int, offer: Offer) -> None:
+        """The owner has put fresh memory in the place of a slot.
+
+        Args:
+            slot: which one.
+            offer: of this one slot; its descriptor is closed by this call.
+        """
+        (opened,) = _open(offer)
+        try:
+            own = _own_file(opened)
+        finally:
+            os.close(opened)
+        stale, self._files[slot] = self._files[slot], own
+        os.close(stale)
+        self.renew(slot)
 
     def close(self) -> None:
-        """Unmap the slots."""
-        self._slots = []
-        _unmap(self._maps)
+        """Let go of the slots; what is shared stays as long as somebody refers to it."""
+        close_descriptors(self._files)
+        self._files = []
+        unmap(self._maps)
 
 
-class _Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An open file: its descriptor in the owner, its device and its inode."""
-
-    descriptor: int
-    device: int
-    inode: int
-
-
-class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a reader finds the slots that no descriptor was passed for: the owner's open files."""
-
-    process: int
-    files: tuple[_Identity, ...]
-
-
-def _identity(descriptor: int) -> _Identity:
-    facts = os.fstat(descriptor)
-    return _Identity(descriptor, facts.st_dev, facts.st_ino)
-
-
-def _reopen(offer: Offer) -> Offer:
-    """Open the owner's files through ``/proc``, for a control channel that carries no descriptors.
-
-    The kernel allows it to processes of the same user on the same machine, and device and inode
-    make sure that it is the very file: a process number can be used again.
-
-    Raises:
-        TransferError: the owner is gone, on another machine, or another user's.
-    """
+def _open(offer: Offer) -> tuple[int, ...]:
+    """The checked descriptors of an offer, which the caller closes."""
+    if not offer.descriptors and offer.endpoint:
+        offer = reopen(offer)
     try:
-        place = msgspec.msgpack.decode(offer.endpoint, type=_Place)
-    except msgspec.DecodeError as error:
-        raise ChannelError(f"the endpoint of a shared-memory offer is malformed: {error}") from None
-    opened: list[int] = []
-    try:
-        for file in place.files:
-            path = f"/proc/{place.process}/fd/{file.descriptor}"
-            opened.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            facts = os.fstat(opened[-1])
-            if (facts.st_dev, facts.st_ino) != (file.device, file.inode):
-                raise TransferError(
-                    f"process {place.process} no longer holds the shared memory it offered"
-                )
-    except BaseException as error:
-        _close_descriptors(opened)
-        if isinstance(error, OSError):
-            raise TransferError(
-                f"the shared memory of process {place.process} cannot be opened "
-                f"({error.strerror}): shm needs both processes on one machine, under one user and "
-                "in one process namespace; use another transport between machines"
-            ) from error
+        check_descriptors(offer, file_bytes(offer.slot_bytes))
+    except BaseException:
+        close_descriptors(offer.descriptors)
         raise
-    return replace(offer, descriptors=tuple(opened))
+    return offer.descriptors
 
 
-def _check_descriptors(offer: Offer) -> None:
-    if len(offer.descriptors) != offer.slots:
-        raise ChannelError(
-            f"the publisher offers {offer.slots} slots and {len(offer.descriptors)} descriptors"
-        )
-    for descriptor in offer.descriptors:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size < offer.slot_bytes:
-            # Reading past the end of a mapped file kills the process with SIGBUS.
-            raise ChannelError(
-                f"the publisher offers slots of {offer.slot_bytes} bytes, "
-                f"but a descriptor has {facts.st_size}"
-            )
+def _reopen_descriptor(descriptor: int) -> int | None:
+    """Another file description of the same file; None where this user may not open it."""
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
-def _close_descriptors(descriptors: tuple[int, ...] | list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+def _own_file(descriptor: int) -> int:
+    own = _reopen_descriptor(descriptor)
+    return os.dup(descriptor) if own is None else own
 
 
-def _unmap(maps: list[mmap.mmap]) -> None:
+def _map(descriptor: int, slot_bytes: int) -> mmap.mmap:
+    mapping = mmap.mmap(
+        descriptor,
+        file_bytes(slot_bytes),
+        mmap.MAP_PRIVATE,
+        mmap.PROT_READ | mmap.PROT_WRITE,
+    )
+    # Reading one byte per page maps it. MAP_POPULATE would do the same while holding the
+    # interpreter lock, which stops the owner's token generation, and would copy every page.
+    numpy.bitwise_or.reduce(numpy.frombuffer(mapping, numpy.uint8)[:: mmap.PAGESIZE])
+    return mapping
+
+
+def unmap(maps: list[mmap.mmap]) -> None:
+    """Close mappings; one that somebody still views goes with the last of the views."""
     while maps:
-        mapping = maps.pop()
-        try:
-            mapping.close()
-        except BufferError:
-            # Somebody still holds a view; the mapping goes with the last of them.
-            continue
+        with contextlib.suppress(BufferError):
+            maps.pop().close()
