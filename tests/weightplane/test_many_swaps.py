@@ -37,7 +37,8 @@ def swap_many(count: int, open_files, deltas: bool, share: bool) -> None:
             files, threads = len(open_files()), threading.active_count()
             resident = resident_bytes()
             swap(300, count)
-            assert len(open_files()) == files
+            # The lock of a version that has just retired may still be open.
+            assert len(open_files()) <= files + 1
             assert threading.active_count() == threads
             assert resident_bytes() - resident < 16 << 20
             assert engine.status().buffers == (0 if share else 3)

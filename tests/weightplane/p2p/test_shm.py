@@ -99,7 +99,7 @@ def test_a_missing_directory_falls_back_to_memory_without_a_name(tmp_path):
 def test_a_descriptor_shorter_than_promised_is_refused_before_it_can_kill(open_files):
     before = open_files()
     descriptor = create_anonymous_file(4096)
-    with pytest.raises(ChannelError, match="slots of 8192 bytes, .* but a descriptor has 4096"):
+    with pytest.raises(ChannelError, match=r"slots of 8192 bytes, .* but a descriptor has 4096"):
         ShmReader(Offer("shm", 1, 8192, (descriptor,)))
     assert open_files().keys() == before.keys()
 
