@@ -21,6 +21,7 @@ from rich.console import Console
 from integrations.cli_errors import InputError, Invocation, exit_code, is_expected, one_line
 from integrations.cli_output import check_target, write_json
 from integrations.cli_plan import PLAN_HELP, plan_command
+from integrations.cli_quant import quant_app
 
 __all__ = ["app", "main"]
 
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 trace = typer.Typer(rich_markup_mode="rich", help="Look into routing traces.")
 app.add_typer(trace, name="trace")
+app.add_typer(quant_app, name="quant")
 app.command(name="plan", help=PLAN_HELP)(plan_command)
 
 

@@ -43,9 +43,11 @@ class _Place:
     scales: str | None = None
     expert: int | None = None
     rows: slice | None = None
+    transposed: bool = False
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         whole = tensor if self.expert is None else tensor[self.expert]
+        whole = whole.t() if self.transposed else whole
         return whole if self.rows is None else whole[self.rows]
 
 
@@ -54,8 +56,9 @@ class CheckpointReader:
 
     Args:
         folder: holds ``config.json`` and ``model.safetensors`` or an index with its files.
-        gate_up: order of the rows of a dense, stacked gate_up_proj. gpt-oss blocks are always
-            interleaved.
+        gate_up: order of the rows of a dense, stacked gate_up_proj. It is always "interleaved" in
+            checkpoints of gpt_oss, whose dense experts transformers stores as [experts, in, out];
+            they are read transposed.
 
     Raises:
         InvalidInputError: a file is missing or damaged, codes without scales, shapes or dtypes that
@@ -73,8 +76,10 @@ class CheckpointReader:
         try:
             self.config: Mapping[str, Any] = _read_json(self.folder / CONFIG_FILE)
             self.layout: CheckpointLayout | None = layout_of(self.config, self.folder)
+            self._transposed = self.config.get("model_type") == "gpt_oss"
+            self.gate_up: GateUp = "interleaved" if self._transposed else gate_up
             self.settings: QuantSettings | None = self._open()
-            self._packed, self._dense = self._places(gate_up)
+            self._packed, self._dense = self._places()
         except BaseException:
             self._stack.close()
             raise
@@ -175,7 +180,7 @@ class CheckpointReader:
         except (ValueError, AttributeError) as error:
             raise InvalidInputError(f"{self.folder}: header {SETTINGS_KEY}: {error}") from error
 
-    def _places(self, gate_up: GateUp) -> tuple[dict[str, _Place], dict[str, _Place]]:
+    def _places(self) -> tuple[dict[str, _Place], dict[str, _Place]]:
         packed: dict[str, _Place] = {}
         taken: set[str] = set()
         for name in self._tensors:
@@ -196,13 +201,16 @@ class CheckpointReader:
             if len(shape) != 3 or ".experts." not in name:
                 dense[name] = _Place(name)
                 continue
+            if self._transposed:
+                shape = (shape[0], shape[2], shape[1])
             # Numbers stand in for rows: matrices_of says which belong to which matrix.
             numbers = torch.arange(shape[0] * shape[1]).view(*shape[:2], 1)
-            for matrix, rows in matrices_of(name, numbers, gate_up):
+            for matrix, rows in matrices_of(name, numbers, self.gate_up):
                 first, step = int(rows[0]), int(rows[1] - rows[0]) if len(rows) > 1 else 1
                 start = first % shape[1]
-                stop = start + step * (len(rows) - 1) + 1
-                dense[matrix] = _Place(name, None, first // shape[1], slice(start, stop, step))
+                part = slice(start, start + step * (len(rows) - 1) + 1, step)
+                expert = first // shape[1]
+                dense[matrix] = _Place(name, None, expert, part, self._transposed)
         if self.layout is not None and not packed:
             raise InvalidInputError(
                 f"{self.folder}: config.json says {self.layout.value}, but no tensor is packed"

@@ -34,6 +34,11 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 
+# Loaders of these layouts take them for one kind of model alone.
+_MODEL_TYPES = {
+    CheckpointLayout.GPT_OSS: "gpt_oss",
+    CheckpointLayout.DEEPSEEK_V4: "deepseek_v4",
+}
 _FUSED_BIAS = ".experts.gate_up_proj_bias"
 _NOT_FINITE_MATTERS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -60,10 +65,10 @@ def export_checkpoint(
         max_file_bytes: a file holds at most this much, or one tensor.
 
     Raises:
-        InvalidInputError: the folder exists, the configuration is quantised already, nothing is
-            packed, packed weights have different settings or are MXFP8, the layout has no place
-            for a weight, a scale byte is 255, a dense weight holds NaN or infinity, or a name
-            occurs twice.
+        InvalidInputError: the folder exists, the configuration is quantised already or of a model
+            that the layout is not for, nothing is packed, packed weights have different settings or
+            are MXFP8, the layout has no place for a weight, a scale byte is 255, a dense weight
+            holds NaN or infinity, or a name occurs twice.
         UnsupportedError: the layout is no `CheckpointLayout`.
     """
     if not isinstance(layout, CheckpointLayout):
@@ -76,6 +81,12 @@ def export_checkpoint(
         raise InvalidInputError(
             "config has a quantization_config already: give the configuration of the model that "
             "was trained, without it"
+        )
+    needed = _MODEL_TYPES.get(layout)
+    if needed is not None and config.get("model_type") != needed:
+        raise InvalidInputError(
+            f"config has model_type {config.get('model_type')!r}, but engines read the layout "
+            f"{layout.value} for {needed!r} alone: use compressed-tensors"
         )
     packed, dense = _sorted_out(weights, gate_up)
     settings = _common_settings(packed)

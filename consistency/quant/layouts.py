@@ -92,6 +92,22 @@ def matrices_of(name: str, weight: Weight, gate_up: GateUp) -> Iterator[tuple[st
         yield f"{stem}.up_proj.weight", up
 
 
+def is_quantisable(
+    name: str, shape: tuple[int, ...], targets: Literal["experts", "linears"]
+) -> bool:
+    """Whether a matrix is one of the targets: an expert's, or a linear's but for the embedding, the
+    LM head and routers, which stay dense in every published recipe."""
+    if EXPERT_MATRIX.fullmatch(name):
+        return True
+    dense = ("embed_tokens.weight", "lm_head.weight", ".mlp.gate.weight", ".router.weight")
+    return (
+        targets == "linears"
+        and len(shape) == 2
+        and name.endswith(".weight")
+        and not name.endswith(dense)
+    )
+
+
 def split_gate_up(name: str, matrix: Weight, gate_up: GateUp) -> tuple[Weight, Weight]:
     """The gate and the up rows of a fused projection [2 I, H], as views.
 

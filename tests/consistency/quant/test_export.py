@@ -17,12 +17,16 @@ from consistency.quant.layouts import CheckpointLayout, matrices_of
 
 RCEIL = QuantSettings(scale_rule=ScaleRule.RCEIL)
 EXPERTS = "model.layers.{}.mlp.experts"
-CONFIG = {"model_type": "qwen3_moe", "hidden_size": 64}
 GPT_OSS, COMPRESSED, DEEPSEEK = (
     CheckpointLayout.GPT_OSS,
     CheckpointLayout.COMPRESSED_TENSORS,
     CheckpointLayout.DEEPSEEK_V4,
 )
+CONFIGS = {
+    GPT_OSS: {"model_type": "gpt_oss"},
+    COMPRESSED: {"model_type": "qwen3_moe"},
+    DEEPSEEK: {"model_type": "deepseek_v4"},
+}
 
 
 def model(
@@ -53,7 +57,9 @@ def matrices(weights) -> dict[str, PackedTensor]:
 @pytest.mark.parametrize("limit", [1 << 30, 6000])
 def test_every_layout_reads_back_the_bytes_that_were_packed(layout, limit, tmp_path):
     weights = model()
-    export_checkpoint(tmp_path / "out", weights, CONFIG, layout=layout, max_file_bytes=limit)
+    export_checkpoint(
+        tmp_path / "out", weights, CONFIGS[layout], layout=layout, max_file_bytes=limit
+    )
     assert ((tmp_path / "out" / "model.safetensors.index.json").exists()) == (limit == 6000)
     expected = matrices(weights)
     with CheckpointReader(tmp_path / "out") as reader:
@@ -76,7 +82,7 @@ def test_gpt_oss_interleaves_rows_and_deepseek_uses_its_own_names_and_dtypes(tmp
     weights = model(1)
     expected = matrices(weights)
     prefix = EXPERTS.format(0)
-    export_checkpoint(tmp_path / "g", weights, CONFIG, layout=GPT_OSS)
+    export_checkpoint(tmp_path / "g", weights, CONFIGS[GPT_OSS], layout=GPT_OSS)
     tensors = load_file(tmp_path / "g" / "model.safetensors")
     blocks = tensors[f"{prefix}.gate_up_proj_blocks"]
     assert blocks.shape == (3, 64, 2, 16) and blocks.dtype == torch.uint8
@@ -85,7 +91,7 @@ def test_gpt_oss_interleaves_rows_and_deepseek_uses_its_own_names_and_dtypes(tmp
     for row, side in ((0, "gate_proj"), (1, "up_proj")):
         codes = expected[f"{prefix}.1.{side}.weight"].codes
         assert torch.equal(blocks[1, row::2].flatten(1), codes)
-    export_checkpoint(tmp_path / "d", weights, CONFIG, layout=DEEPSEEK)
+    export_checkpoint(tmp_path / "d", weights, CONFIGS[DEEPSEEK], layout=DEEPSEEK)
     tensors = load_file(tmp_path / "d" / "model.safetensors")
     for short, side in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
         weight = tensors[f"layers.0.ffn.experts.2.{short}.weight"]
@@ -118,7 +124,9 @@ def test_matrices_and_stacked_experts_of_either_order_export_the_same_bytes(gate
         for expert in range(2)
     }
     for name, weights in (("a", stacked), ("b", single)):
-        export_checkpoint(tmp_path / name, weights, CONFIG, layout=GPT_OSS, gate_up=gate_up)
+        export_checkpoint(
+            tmp_path / name, weights, CONFIGS[GPT_OSS], layout=GPT_OSS, gate_up=gate_up
+        )
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     bias = first.pop(f"{prefix}.gate_up_proj_bias")
     assert torch.equal(bias, torch.arange(64.0).expand(2, 64))
@@ -167,7 +175,7 @@ def test_transformers_loads_gpt_oss_with_our_values(tmp_path):
 def test_transformers_dequantises_deepseek_experts_to_our_values(tmp_path):
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
     weights = model(1)
-    export_checkpoint(tmp_path / "out", weights, CONFIG, layout=DEEPSEEK)
+    export_checkpoint(tmp_path / "out", weights, CONFIGS[DEEPSEEK], layout=DEEPSEEK)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     loader = fp8.Fp8Dequantize(None)
     for name, short in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
@@ -183,7 +191,7 @@ def test_compressed_tensors_reads_the_config_and_our_values(tmp_path):
     from compressed_tensors.quantization import QuantizationConfig
 
     weights = model(1)
-    export_checkpoint(tmp_path / "out", weights, CONFIG, layout=COMPRESSED)
+    export_checkpoint(tmp_path / "out", weights, CONFIGS[COMPRESSED], layout=COMPRESSED)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     config = QuantizationConfig.model_validate(written["quantization_config"])
     scheme: Any = config.config_groups["group_0"]
@@ -263,22 +271,24 @@ def test_what_has_no_place_in_a_layout_is_refused_and_nothing_is_written(tmp_pat
     ]  # fmt: skip
     for weights, layout, reason in cases:
         with pytest.raises(InvalidInputError, match=reason):
-            export_checkpoint(out, weights, CONFIG, layout=layout)
+            export_checkpoint(out, weights, CONFIGS[layout], layout=layout)
     with pytest.raises(InvalidInputError, match="quantization_config already"):
         export_checkpoint(out, whole, {"quantization_config": {"a": 1}}, layout=GPT_OSS)
+    with pytest.raises(InvalidInputError, match="model_type 'llama', but engines read"):
+        export_checkpoint(out, whole, {"model_type": "llama"}, layout=GPT_OSS)
     with pytest.raises(UnsupportedError, match="layout is 'gpt-oss'"):
-        export_checkpoint(out, whole, CONFIG, layout="gpt-oss")  # type: ignore[arg-type]
+        export_checkpoint(out, whole, CONFIGS[GPT_OSS], layout="gpt-oss")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="gate_up is 'mixed'"):
-        export_checkpoint(out, whole, CONFIG, layout=GPT_OSS, gate_up="mixed")  # type: ignore[arg-type]
+        export_checkpoint(out, whole, CONFIGS[GPT_OSS], layout=GPT_OSS, gate_up="mixed")  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
-    export_checkpoint(out, whole, CONFIG, layout=GPT_OSS)
+    export_checkpoint(out, whole, CONFIGS[GPT_OSS], layout=GPT_OSS)
     with pytest.raises(InvalidInputError, match="exists already"):
-        export_checkpoint(out, whole, CONFIG, layout=GPT_OSS)
+        export_checkpoint(out, whole, CONFIGS[GPT_OSS], layout=GPT_OSS)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    export_checkpoint(tmp_path / "out", model(1), CONFIG, layout=COMPRESSED)
+    export_checkpoint(tmp_path / "out", model(1), CONFIGS[COMPRESSED], layout=COMPRESSED)
     return tmp_path / "out"
 
 
