@@ -110,14 +110,21 @@ def row_parallel_linear(
 
 @one_device
 def vocabulary_parallel_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, *, group: ProcessGroup | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    gather_output: bool = True,
 ) -> torch.Tensor:
     """`lm_head_logits` of the whole vocabulary, [T, V] float32, on every rank.
 
     Args:
-        hidden: [T, K], the same on all ranks.
+        hidden: [T, K], the same on all ranks; with `sequence_parallel` [T / R, K], this rank's.
         weight: [V / R, K], the rows [rank V / R, (rank + 1) V / R); `main_grad` as in `linear`.
         group: the ranks; by default all of them.
+        sequence_parallel: gather the tokens first; the gradient of `hidden` is scattered again.
+        gather_output: False returns this rank's columns, [T, V / R].
 
     Raises:
         UnsupportedError, InvalidInputError: as in `column_parallel_linear`.
@@ -129,8 +136,9 @@ def vocabulary_parallel_logits(
     rank, size = _ranks.rank_and_size(group)
     parts = _ranks.chunks_per_rank("V", weight.shape[0] * size, size)
     return _ColumnParallel.apply(
-        hidden, weight, None, torch.float32, 1, parts, group, rank, size, False, True
-    )
+        hidden, weight, None, torch.float32, 1, parts, group, rank, size,
+        sequence_parallel, gather_output,
+    )  # fmt: skip
 
 
 def _check_linear(

@@ -101,19 +101,27 @@ def check_main_grad(group, rank, size):
 
 
 def check_logits(group, rank, size):
-    hidden, weight = wide(0, 9, HIDDEN), wide(1, VOCABULARY, HIDDEN)
-    grad = wide(2, 9, VOCABULARY, dtype=torch.float32)
+    hidden, weight = wide(0, 16, HIDDEN), wide(1, VOCABULARY, HIDDEN)
+    grad = wide(2, 16, VOCABULARY, dtype=torch.float32)
     whole = [leaf(hidden), leaf(weight)]
     expected = kernels.lm_head_logits(*whole)
     expected.backward(grad)
-    mine = [leaf(hidden), leaf(shard(weight, rank, size))]
-    got = collectives.vocabulary_parallel_logits(*mine, group=group)
-    got.backward(grad)
-    equal(
-        (got, expected),
-        (mine[0].grad, whole[0].grad),
-        (mine[1].grad, shard(whole[1].grad, rank, size)),
-    )
+    for sequence in (False, True):
+        for gather in (False, True):
+            mine = [
+                leaf(shard(hidden, rank, size) if sequence else hidden),
+                leaf(shard(weight, rank, size)),
+            ]
+            got = collectives.vocabulary_parallel_logits(
+                *mine, group=group, sequence_parallel=sequence, gather_output=gather
+            )
+            got.backward(grad if gather else shard(grad, rank, size, 1))
+            rows = whole[0].grad
+            equal(
+                (got, expected if gather else shard(expected, rank, size, 1)),
+                (mine[0].grad, shard(rows, rank, size) if sequence else rows),
+                (mine[1].grad, shard(whole[1].grad, rank, size)),
+            )
 
 
 def check_logprob(group, rank, size):
