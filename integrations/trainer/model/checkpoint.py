@@ -22,7 +22,7 @@ from integrations.trainer.model.weights import (
     validate_weights,
 )
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["CheckpointReader", "load_checkpoint", "save_checkpoint"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -54,7 +54,7 @@ def load_checkpoint(
     parts = checkpoint_parts(config)
     weights: dict[str, torch.Tensor] = {}
     with ExitStack() as stack:
-        reader = _Reader(Path(folder), stack)
+        reader = CheckpointReader(Path(folder), stack)
         for name, shape in tensor_shapes(config).items():
             target = torch.empty(shape, dtype=dtype)
             if name in reader:
@@ -110,8 +110,16 @@ def save_checkpoint(
         raise CheckpointError(f"cannot write the checkpoint to {folder}: {error}") from error
 
 
-class _Reader:
-    """The tensors of a checkpoint folder, each read once."""
+class CheckpointReader:
+    """The tensors of a checkpoint folder.
+
+    Args:
+        folder: holds safetensors, with an index or without.
+        stack: keeps the files open.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._file_of: dict[str, Path] = {}
@@ -139,27 +147,41 @@ class _Reader:
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
         """Copy tensor ``name`` to ``target``, converting the dtype."""
+        self.read_box_into(name, tuple(target.shape), (0,) * target.dim(), target)
+        self._unread.discard(name)
+
+    def read_box_into(
+        self, name: str, shape: tuple[int, ...], start: tuple[int, ...], target: torch.Tensor
+    ) -> None:
+        """Copy a box of tensor ``name``, reading no more than the box, and converting the dtype.
+
+        Args:
+            name: of the tensor, whose whole shape must be ``shape``.
+            start: first index of the box along each dimension.
+            target: of the shape of the box; leading dimensions of extent 1 may be missing.
+        """
         path = self._file_of.get(name)
         if path is None:
             files = ", ".join(sorted(p.name for p in self._handles))
             raise CheckpointError(f"tensor {name} is missing from the checkpoint (read {files})")
+        extent = (1,) * (len(shape) - target.dim()) + tuple(target.shape)
         try:
-            tensor = self._handles[path].get_tensor(name)
+            held = self._handles[path].get_slice(name)
+            if tuple(held.get_shape()) != shape:
+                raise CheckpointError(
+                    f"{path}: tensor {name} has shape {tuple(held.get_shape())}; "
+                    f"config.json asks for {shape}"
+                )
+            tensor = held[tuple(slice(s, s + n) for s, n in zip(start, extent, strict=True))]
         except SafetensorError as error:
             raise CheckpointError(f"{path}: tensor {name} cannot be read: {error}") from error
-        if tensor.shape != target.shape:
-            raise CheckpointError(
-                f"{path}: tensor {name} has shape {tuple(tensor.shape)}; "
-                f"config.json asks for {tuple(target.shape)}"
-            )
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{path}: tensor {name} is {tensor.dtype}, not 16- or 32-bit float"
             )
-        target.copy_(tensor)
+        target.copy_(tensor.view(target.shape))
         if not bool(torch.isfinite(target).all()):
             raise CheckpointError(f"{path}: tensor {name} holds NaN or infinity as {target.dtype}")
-        self._unread.discard(name)
 
     def refuse_unread(self, ignore: set[str]) -> None:
         """An unread tensor (a bias, say) is a part of the model that would be left out."""

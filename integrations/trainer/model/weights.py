@@ -27,6 +27,7 @@ __all__ = [
     "LayerNames",
     "Weight",
     "checkpoint_parts",
+    "checkpoint_shapes",
     "dense",
     "init_random",
     "lm_head_weight",
@@ -152,6 +153,17 @@ def checkpoint_parts(config: ModelConfig) -> dict[str, tuple[CheckpointPart, ...
             pieces = (CheckpointPart(name, 0, shape[0]),)
         parts[name] = pieces
     return parts
+
+
+def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor as checkpoints store it: one per projection and expert."""
+    whole = tensor_shapes(config)
+    found: dict[str, tuple[int, ...]] = {}
+    for name, parts in checkpoint_parts(config).items():
+        for part in parts:
+            inner = whole[name][1:] if part.expert is None else whole[name][2:]
+            found[part.name] = (part.stop - part.start, *inner)
+    return found
 
 
 def _stacked(field: str, rows: int) -> tuple[CheckpointPart, ...]:
