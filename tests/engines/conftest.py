@@ -29,6 +29,9 @@ EXPERTS: dict[str, Any] = {
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
 }
+# What two ranks share: an even number of layers, experts that the contract cuts in two.
+FOR_TWO_RANKS: dict[str, Any] = {"num_hidden_layers": 4, "moe_intermediate_size": 128}
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +47,10 @@ def checkpoint(tmp_path_factory):
         torch.manual_seed(0)
         if name == "moe":
             config = transformers.Qwen3MoeConfig(**SIZES, **EXPERTS)
+        elif name == "moe for two ranks":
+            config = transformers.Qwen3MoeConfig(**{**SIZES, **EXPERTS, **FOR_TWO_RANKS})
+        elif name == "dense for two ranks":
+            config = transformers.Qwen3Config(**{**SIZES, **FOR_TWO_RANKS, **TIED})
         elif name == "llama":
             config = transformers.LlamaConfig(**SIZES)
         else:
