@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,18 +17,30 @@ from bench.divergence.rollout import Job
 from integrations.errors import BenchError
 from integrations.trainer.model.config import ModelConfig
 
-__all__ = ["locate"]
+__all__ = ["capture", "compare", "locate"]
 
 
-def locate(job: Job, train_operations: Sequence[str] | None) -> Difference | None:
-    """Runs request 0 of a job on vLLM and its sequence on transformers; where do they part?
+def locate(
+    job: Job, train_operations: Sequence[str] | None, train: str = "transformers"
+) -> Difference | None:
+    """Runs request 0 of a job on vLLM and its sequence on the trainer; where do they part?
 
     The prompt is prefilled in one step and the answer decoded token by token, so that an operation
     whose result depends on the batch is found as well.
 
     Args:
         job: of vLLM; its operations are routed there.
-        train_operations: routed in transformers; None for stock.
+        train_operations: routed in the trainer; None for stock.
+        train: "transformers" or "megatron".
+
+    Raises:
+        BenchError: the vLLM process failed.
+    """
+    return compare(job.model, capture(job), train_operations, train)
+
+
+def capture(job: Job) -> dict[str, torch.Tensor]:
+    """Outputs of every layer of vLLM for request 0 of a job, its sequence and its logprobs.
 
     Raises:
         BenchError: the vLLM process failed.
@@ -45,12 +57,29 @@ def locate(job: Job, train_operations: Sequence[str] | None) -> Difference | Non
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             raise BenchError(f"vLLM failed: {lines[-1] if lines else done.returncode}")
-        rollout = load_file(result)
+        return load_file(result)
+
+
+def compare(
+    model: str,
+    captured: Mapping[str, torch.Tensor],
+    train_operations: Sequence[str] | None,
+    train: str,
+) -> Difference | None:
+    """Runs the sequence of `capture` on the trainer; where do the two part?
+
+    Args:
+        model: checkpoint folder.
+        captured: what `capture` returned.
+        train_operations, train: as in `locate`.
+    """
+    rollout = dict(captured)
     sequence = rollout.pop("sequence").tolist()
     sampled = rollout.pop("logprobs")
-    config = ModelConfig.load(job.model)
-    train, norms, scored = _transformers_outputs(job.model, sequence, train_operations)
-    found = first_difference(config, rollout, train, norms)
+    config = ModelConfig.load(model)
+    outputs_of = {"transformers": _transformers_outputs, "megatron": _megatron_outputs}[train]
+    trained, norms, scored = outputs_of(model, sequence, train_operations)
+    found = first_difference(config, rollout, trained, norms)
     if found is not None:
         return found
     differs = sampled != scored[-len(sampled) :]
@@ -83,6 +112,23 @@ def _transformers_outputs(
             norms[f"{layer}.q_norm"] = block.self_attn.q_norm.weight.detach()
             norms[f"{layer}.k_norm"] = block.self_attn.k_norm.weight.detach()
     return outputs, norms, scored
+
+
+def _megatron_outputs(
+    folder: str, sequence: list[int], operations: Sequence[str] | None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+    from integrations.megatron.activations import head_norms, recorded_activations
+    from integrations.megatron.loading import load_model
+    from integrations.megatron.patching import OPERATIONS, patch
+    from integrations.megatron.scoring import score_tokens, single_process
+
+    with single_process(), torch.no_grad():
+        model = load_model(folder)
+        if operations is not None:
+            patch(model, operations=[name for name in operations if name in OPERATIONS])
+        with recorded_activations(model) as outputs:
+            scores = score_tokens(model, [sequence])
+        return outputs, head_norms(model), scores.logprobs[0]
 
 
 def main(arguments: Sequence[str]) -> None:

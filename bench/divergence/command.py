@@ -52,6 +52,9 @@ def divergence(
     requests: Annotated[int, typer.Option(min=2, help="Requests per scenario.")] = 16,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to sample per request.")] = 64,
     stock: Annotated[bool, typer.Option(help="Also measure the engines without Lockstep.")] = True,
+    train_ranks: Annotated[
+        int, typer.Option(min=1, help="Tensor-parallel ranks of megatron; both tp_invariant.")
+    ] = 1,
     without: Annotated[
         list[str] | None,
         typer.Option(metavar="OPERATION", help="Leave it to the rollout engine's own kernel."),
@@ -86,8 +89,12 @@ def divergence(
         raise BenchError(
             f"--without {removed[0]}: the {rollout.value} engine has the contract only"
         )
-    if locate and (rollout, train) != (RolloutName.vllm, TrainName.transformers):
-        raise BenchError("--locate compares vllm with transformers: choose these two")
+    if locate and (rollout is not RolloutName.vllm or train is TrainName.embedded):
+        raise BenchError("--locate compares vllm with transformers or megatron: choose these")
+    if train_ranks > 1 and (train is not TrainName.megatron or locate):
+        raise BenchError(
+            f"--train-ranks {train_ranks}: only megatron has ranks, and --locate looks at one"
+        )
     config = ModelConfig.load(model)
     longest = min(72, config.max_positions - tokens)
     if longest < 40:
@@ -102,20 +109,30 @@ def divergence(
 
     def job(operations: list[str] | None) -> Job:
         prompts = [list(prompt) for prompt in workload.prompts]
-        return Job(str(model), names, operations, prompts, workload.answer, workload.seed)
+        whole = train_ranks > 1
+        return Job(str(model), names, operations, prompts, workload.answer, workload.seed, whole)
 
     console = Console()
     measured: list[Measured] = []
     with console.status("starting") as status:
         if stock and rollout is RolloutName.vllm:
-            measured += measure(rollout.value, train.value, job(None), None, status.update)
-        measured += measure(rollout.value, train.value, job(kept), list(OPERATIONS), status.update)
+            measured += measure(
+                rollout.value, train.value, job(None), None, status.update, train_ranks=train_ranks
+            )
+        measured += measure(
+            rollout.value,
+            train.value,
+            job(kept),
+            list(OPERATIONS),
+            status.update,
+            train_ranks=train_ranks,
+        )
         found = None
         if locate:
             from bench.divergence.capture import locate as find
 
             status.update("looking for the first difference")
-            found = find(job(kept), list(OPERATIONS))
+            found = find(job(kept), list(OPERATIONS), train.value)
     _show(console, [item.row for item in measured], f"{rollout.value} against {train.value}")
     if locate:
         console.print("first difference: " + (str(found) if found else "none"), markup=False)

@@ -10,7 +10,7 @@ import torch
 from bench.divergence.rollout import Job, run_embedded, run_vllm
 from bench.divergence.sample import Answer
 from bench.divergence.train import Scores, score
-from consistency import NumericsContract, mismatch_metrics
+from consistency import mismatch_metrics
 from consistency.routing_replay import router_flip_rate
 
 __all__ = ["Measured", "Row", "measure"]
@@ -58,6 +58,8 @@ def measure(
     job: Job,
     train_operations: Sequence[str] | None,
     progress: Callable[[str], None],
+    *,
+    train_ranks: int = 1,
 ) -> list[Measured]:
     """Runs all scenarios of a job, and scores each with the trainer.
 
@@ -67,15 +69,18 @@ def measure(
         job: model, scenarios, workload, and the operations routed in the rollout engine.
         train_operations: routed in the trainer; None for the stock one.
         progress: told what is about to take a while.
+        train_ranks: tensor-parallel ranks of the trainer.
     """
-    contract = "stock" if job.operations is None else NumericsContract().digest()
+    contract = "stock" if job.operations is None else job.contract.digest()
     kind = "stock" if job.operations is None else "lockstep"
     progress(f"{rollout} samples ({kind})")
     answers = run_vllm(job) if rollout == "vllm" else run_embedded(job)
     measured = []
     for name, group in answers.items():
         progress(f"{train} scores {name} ({kind})")
-        scores = score(train, job.model, group, train_operations)
+        scores = score(
+            train, job.model, group, train_operations, contract=job.contract, ranks=train_ranks
+        )
         measured.append(_compare(name, contract, group, scores))
     return measured
 

@@ -38,6 +38,7 @@ class Job(msgspec.Struct, frozen=True):
         scenarios: names, in order.
         operations: routed to the contract; None for the stock engine.
         prompts, answer, seed: as in `Workload`.
+        tp_invariant: as in `NumericsContract`.
     """
 
     model: str
@@ -46,6 +47,12 @@ class Job(msgspec.Struct, frozen=True):
     prompts: list[list[int]]
     answer: int
     seed: int
+    tp_invariant: bool = False
+
+    @property
+    def contract(self) -> NumericsContract:
+        """What both sides compute under, unless they are stock."""
+        return NumericsContract(tp_invariant=self.tp_invariant)
 
     @property
     def workload(self) -> Workload:
@@ -80,7 +87,9 @@ def _serve_vllm(job: Job) -> dict[str, list[Answer]]:
     from integrations.vllm.options import VllmOptions
 
     workload = job.workload
-    options = None if job.operations is None else VllmOptions(operations=tuple(job.operations))
+    options = None
+    if job.operations is not None:
+        options = VllmOptions(operations=tuple(job.operations), tp_invariant=job.tp_invariant)
     if job.operations is None and ModelConfig.load(job.model).moe_layers:
         options = VllmOptions(operations=())  # stock kernels, but its routes are recorded
     engine = OfflineEngine(
@@ -150,7 +159,7 @@ def run_embedded(job: Job) -> dict[str, list[Answer]]:
     for name in job.scenarios:
         with torch.no_grad():
             answers[name] = _run_embedded_scenario(
-                config, NumericsContract(), weights, SCENARIOS[name], workload
+                config, job.contract, weights, SCENARIOS[name], workload
             )
     return answers
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.divergence.sample import Answer
+from consistency import NumericsContract
 from consistency.routing_replay import RoutingRecorder
 from integrations.errors import BenchError
 from integrations.trainer.model.config import ModelConfig
@@ -37,6 +38,9 @@ def score(
     operations: Sequence[str] | None,
     *,
     batch: int = 16,
+    contract: NumericsContract | None = None,
+    ranks: int = 1,
+    replay: bool = False,
 ) -> Scores:
     """Scores answers with a trainer.
 
@@ -46,22 +50,23 @@ def score(
         answers: to score.
         operations: to route to the contract; None for the stock trainer.
         batch: sequences per pass.
+        contract: of a trainer that is not stock; by default the contract of one rank.
+        ranks: tensor-parallel ranks; of megatron only.
+        replay: send tokens to the experts of the answers' traces; of megatron only.
 
     Raises:
-        BenchError: a trainer that does not exist or is not installed.
+        BenchError: a trainer that does not exist, is not installed, or cannot do as asked.
     """
-    if trainer == "transformers":
-        return _score_transformers(model, answers, operations, batch)
-    if trainer == "embedded":
-        return _score_embedded(model, answers, batch)
+    contract = contract or NumericsContract()
+    if trainer not in TRAINERS:
+        raise BenchError(f"trainer {trainer!r} does not exist: use one of {', '.join(TRAINERS)}")
     if trainer == "megatron":
-        try:
-            from integrations.megatron import scoring  # type: ignore[import-not-found]
-        except ImportError as error:
-            raise BenchError(f"trainer 'megatron' cannot be used here: {error}") from error
-        logprobs, routes = scoring.score_answers(model, answers, operations)
-        return Scores(logprobs, routes)
-    raise BenchError(f"trainer {trainer!r} does not exist: use one of {', '.join(TRAINERS)}")
+        return _score_megatron(model, answers, operations, batch, contract, ranks, replay)
+    if ranks != 1 or replay:
+        raise BenchError(f"trainer {trainer!r} has one rank and replays nothing here: use megatron")
+    if trainer == "transformers":
+        return _score_transformers(model, answers, operations, batch, contract)
+    return _score_embedded(model, answers, batch, contract)
 
 
 def _recorder(config: ModelConfig) -> RoutingRecorder | None:
@@ -70,8 +75,39 @@ def _recorder(config: ModelConfig) -> RoutingRecorder | None:
     return RoutingRecorder(config.moe_layers, config.experts, config.experts_per_token)
 
 
+def _score_megatron(
+    folder: str,
+    answers: Sequence[Answer],
+    operations: Sequence[str] | None,
+    batch: int,
+    contract: NumericsContract,
+    ranks: int,
+    replay: bool,
+) -> Scores:
+    try:
+        from integrations.megatron.ranks import score_on_ranks
+        from integrations.megatron.scoring import score_answers
+    except ImportError as error:
+        raise BenchError(
+            f"trainer 'megatron' cannot be used here ({error}): pip install megatron-core==0.16.1"
+        ) from error
+    if ranks > 1:
+        found = score_on_ranks(
+            folder, answers, operations, ranks=ranks, contract=contract, replay=replay
+        )
+    else:
+        found = score_answers(
+            folder, answers, operations, contract=contract, replay=replay, batch=batch
+        )
+    return Scores(*found)
+
+
 def _score_transformers(
-    folder: str, answers: Sequence[Answer], operations: Sequence[str] | None, batch: int
+    folder: str,
+    answers: Sequence[Answer],
+    operations: Sequence[str] | None,
+    batch: int,
+    contract: NumericsContract,
 ) -> Scores:
     from contextlib import nullcontext
 
@@ -82,7 +118,7 @@ def _score_transformers(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train()
     if operations is not None:
         chosen = [name for name in operations if name in OPERATIONS]
-        patch(model, operations=chosen)
+        patch(model, contract=contract, operations=chosen)
     recorder = _recorder(ModelConfig.load(folder))
     logprobs: list[torch.Tensor] = []
     routes: list[torch.Tensor] = []
@@ -100,8 +136,10 @@ def _score_transformers(
     return Scores(logprobs, routes)
 
 
-def _score_embedded(folder: str, answers: Sequence[Answer], batch: int) -> Scores:
-    from consistency import NumericsContract, kernels
+def _score_embedded(
+    folder: str, answers: Sequence[Answer], batch: int, contract: NumericsContract
+) -> Scores:
+    from consistency import kernels
     from integrations.trainer.model.attention import VarlenAttention
     from integrations.trainer.model.checkpoint import load_checkpoint
     from integrations.trainer.model.decoder import Decoder
@@ -109,7 +147,7 @@ def _score_embedded(folder: str, answers: Sequence[Answer], batch: int) -> Score
 
     config, weights = load_checkpoint(folder)
     weights = {name: tensor.requires_grad_() for name, tensor in weights.items()}
-    decoder, recorder = Decoder(config, NumericsContract()), _recorder(config)
+    decoder, recorder = Decoder(config, contract), _recorder(config)
     logprobs: list[torch.Tensor] = []
     routes: list[torch.Tensor] = []
     for start in range(0, len(answers), batch):
