@@ -17,7 +17,7 @@ PAGES = sorted(
     [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").glob("*.md")]
 )
 # Their examples need an engine, and are run by tests/engines.
-ENGINE_PAGES = ("vllm", "divergence")
+ENGINE_PAGES = ("vllm", "divergence", "megatron")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 STEPS = re.compile(r"^learner\.steps=(\d+)$")
 # A training command is run with fewer and smaller steps; all else as it is written.
