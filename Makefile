@@ -18,7 +18,7 @@ help:
 	@echo 'make smollm2      a few steps of SmolLM2-135M-Instruct'
 	@echo 'make test         the default suite, whole training runs, then the real engines'
 	@echo 'make test-fast    the default suite alone'
-	@echo 'make test-engines real vLLM against transformers (installs 3.5 GB into .venv-engines)'
+	@echo 'make test-engines real vLLM, transformers and Megatron-Core (3.5 GB in .venv-engines)'
 	@echo 'make lint         ruff, pyright, import-linter'
 	@echo 'make bench        CPU kernels against torch on this machine'
 
