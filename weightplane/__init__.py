@@ -36,6 +36,7 @@ from weightplane.plan import Plan, PlanSettings
 from weightplane.publisher import Publisher
 from weightplane.relay import Relay
 from weightplane.reports import Delivery, PeerState, PeerStatus, Publication
+from weightplane.sharded import ShardedPublisher, ShardedSubscriber
 from weightplane.subscriber import Subscriber, SubscriberStatus
 from weightplane.swap import Swap
 from weightplane.version import (
@@ -61,6 +62,8 @@ __all__ = [
     "EventKind",
     "Connection",
     "Relay",
+    "ShardedPublisher",
+    "ShardedSubscriber",
     "Swap",
     "Channel",
     "channel_pair",

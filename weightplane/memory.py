@@ -11,12 +11,24 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
+import time
 import weakref
+from collections.abc import Callable
 
 import numpy
 import torch
 
-from weightplane.errors import InvalidArgumentError, StagingMemoryError
+from weightplane.errors import (
+    ClosedError,
+    InvalidArgumentError,
+    StagingMemoryError,
+    StalledError,
+)
+
+_POLL_SECONDS = 0.01
+"""How often to look whether the owner let go of a buffer. A buffer is let go by reference counting,
+in any thread at any moment, where taking a lock to notify somebody could deadlock."""
 
 
 class StagingBuffer:
@@ -100,6 +112,40 @@ class BufferPool:
         buffer.taken = True
         self._buffers.append(buffer)
         return buffer
+
+    def obtain(
+        self,
+        number: int,
+        make_room: Callable[[], None],
+        stop: threading.Event,
+        wait_seconds: float,
+    ) -> StagingBuffer:
+        """A buffer that nothing refers to; waits for the owner to let go of one.
+
+        Args:
+            number: of the weight version that wants it, for errors.
+            make_room: called before every try.
+            stop: ends the wait.
+            wait_seconds: how long to wait.
+
+        Raises:
+            StalledError: the owner still holds tensors of all.
+            ClosedError: ``stop`` was set.
+        """
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            make_room()
+            buffer = self.take()
+            if buffer is not None:
+                return buffer
+            if time.monotonic() > deadline:
+                raise StalledError(
+                    f"no staging buffer became free for weight version {number} in "
+                    f"{wait_seconds:g} seconds: the engine still holds tensors of all "
+                    f"{len(self)}. Let go of the tensors of retired versions"
+                )
+            if stop.wait(_POLL_SECONDS):
+                raise ClosedError("the subscriber was closed")
 
     def take_in_place(self) -> StagingBuffer:
         """The first buffer, whoever still computes with it: for an owner that has paused."""

@@ -17,12 +17,13 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy
 import xxhash
 
 from weightplane.errors import (
+    ClosedError,
     DigestMismatchError,
     InvalidArgumentError,
     StalledError,
@@ -39,11 +40,16 @@ from weightplane.plan_part import ChunkWork
 
 logger = logging.getLogger("weightplane")
 
-_HEADER = struct.Struct("<q16s40x")
-"""Version and xxh3_128 of a chunk, padded to a cache line."""
+_HEADER = struct.Struct("<q16sq32x")
+"""Of a chunk: the version that lies there, its xxh3_128, and the version that is wanted there if
+it is another; padded to a cache line."""
 
 _EMPTY = -1
 _POLL_SECONDS = 0.0005
+
+
+class SupersededError(TransferError):
+    """A source has gone on to a newer version before this one was received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +114,67 @@ class PlanEndpoint:
         self._slot = self._transport.buffer(0)
         self._landing = Arena(4096)
         for place in mine.values():
-            _HEADER.pack_into(self._slot, place.header, _EMPTY, bytes(16))
+            _HEADER.pack_into(self._slot, place.header, _EMPTY, bytes(16), _EMPTY)
 
     @property
     def offer(self) -> Offer:
-        """How others reach this endpoint; for `connect` on their side."""
-        return self._transport.offer
+        """How others reach this endpoint; for `connect` on their side.
+
+        It holds no descriptors, which would be closed by whoever opens it first: shared memory is
+        opened by its endpoint, for which a process must be on this machine and of this user.
+        """
+        return replace(self._transport.offer, descriptors=())
 
     def connect(self, offers: Mapping[int, Offer]) -> None:
-        """Learn how to reach the others; a connection is made when it is first needed."""
+        """Learn how to reach the others; a connection is made when it is first needed.
+
+        Call it again with everybody's offers when somebody was restarted, or is to be tried again
+        after it was given up.
+        """
+        for peer, offer in self._offers.items():
+            if offers.get(peer) != offer and peer in self._readers:
+                self._readers.pop(peer).close()
         self._offers = dict(offers)
         self._dead.clear()
+
+    def newest(self) -> int | None:
+        """The version that this destination's sources hold by now; None if there is none yet.
+
+        It looks at the first chunk alone; `receive` waits for the others.
+        """
+        for work in self._part.receives[:1]:
+            for sender in self._senders(work):
+                try:
+                    version, _, _ = self._read_header(sender, work.chunk)
+                except TransportUnavailableError:
+                    raise
+                except WeightPlaneError as error:
+                    self._give_up(sender, work.chunk, error)
+                    continue
+                return None if version == _EMPTY else version
+        return None
+
+    def behind(self, version: int) -> tuple[str, ...]:
+        """Names of the endpoints that get chunks from here and lack some of ``version`` still,
+        unless they have gone on to a newer one.
+
+        Their last chunk from here is looked at: they fetch in the order of the plan.
+        """
+        last = {work.peer: work.chunk for work in self._part.sends}
+        found: list[str] = []
+        for peer, chunk in last.items():
+            if peer in self._dead or peer not in self._offers:
+                continue
+            try:
+                there, _, wanted = self._read_header(peer, chunk)
+            except TransportUnavailableError:
+                raise
+            except WeightPlaneError as error:
+                self._give_up(peer, chunk, error)
+                continue
+            if there < version and wanted <= version:
+                found.append(self._plan.endpoint_name(peer))
+        return tuple(found)
 
     def publish(self, arena: numpy.ndarray, version: int) -> None:
         """Make a source's arena readable as ``version``.
@@ -133,28 +189,42 @@ class PlanEndpoint:
             self._store(chunk, pack(arena, self._plan.reader(self._endpoint, chunk)), version)
         self._transport.seal(0)
 
-    def receive(self, arena: numpy.ndarray, version: int) -> Received:
+    def receive(
+        self,
+        arena: numpy.ndarray,
+        version: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> Received:
         """Fill a destination's staging arena with ``version``.
 
         Args:
             arena: uint8 [arena_bytes]; whole when this returns, of no use after an exception.
             version: 0 or more.
+            check: called while waiting; may raise to stop.
 
         Raises:
             StalledError: a chunk can be had from nobody; names it and who was asked.
+            SupersededError: a source holds a newer version by now.
         """
         begun = time.monotonic()
         from_others = read_again = byte_count = 0
         for offset, length in self._part.fills:
             arena[offset : offset + length] = 0
         for work in self._part.receives:
-            sender, repeats = self._fetch(work, version)
+            sender, repeats = self._fetch(work, version, check)
             unpack(arena, work, self._chunk(work.chunk))
             self._transport.seal(0)
             from_others += sender != work.peer
             read_again += repeats
             byte_count += work.byte_count
         return Received(byte_count, from_others, read_again, time.monotonic() - begun)
+
+    def skip(self, version: int) -> None:
+        """Show those who serve this endpoint that it gave ``version`` up."""
+        for place in self._slot_places(self._endpoint).values():
+            there, digest, _ = _HEADER.unpack_from(self._slot, place.header)
+            if there < version:
+                _HEADER.pack_into(self._slot, place.header, there, digest, version + 1)
 
     def close(self) -> None:
         """Close every connection and the slot; idempotent."""
@@ -195,56 +265,71 @@ class PlanEndpoint:
     def _store(self, chunk: int, wire: numpy.ndarray, version: int) -> None:
         """Put a chunk into the slot; its header says nothing while the bytes change."""
         header = self._header(self._endpoint, chunk)
-        _HEADER.pack_into(self._slot, header, _EMPTY, bytes(16))
+        _HEADER.pack_into(self._slot, header, _EMPTY, bytes(16), version)
         place = self._chunk(chunk)
         place[...] = wire
-        _HEADER.pack_into(self._slot, header, version, xxhash.xxh3_128_digest(place.data))
+        digest = xxhash.xxh3_128_digest(place.data)
+        _HEADER.pack_into(self._slot, header, version, digest, version)
 
     # -- fetching ----------------------------------------------------------------------------------
 
-    def _fetch(self, work: ChunkWork, version: int) -> tuple[int, int]:
+    def _fetch(self, work: ChunkWork, version: int, check: Callable[[], None]) -> tuple[int, int]:
         """Get one chunk into the slot; returns who it came from and how often it was read again."""
-        plan, chunk = self._plan, work.chunk
         asked: list[str] = []
-        others = (*plan.destination_holders(chunk), *plan.source_holders(chunk))
-        for sender in dict.fromkeys((work.peer, *others)):
-            if sender in self._dead or sender == self._endpoint or sender not in self._offers:
-                continue
+        for sender in self._senders(work):
             try:
-                repeats = self._fetch_from(sender, chunk, version)
-            except TransportUnavailableError:
+                repeats = self._fetch_from(sender, work.chunk, version, check)
+            except (TransportUnavailableError, SupersededError, ClosedError):
                 raise
             except WeightPlaneError as error:
-                self._dead.add(sender)
-                name = plan.endpoint_name(sender)
-                asked.append(f"{name!r}: {error}")
-                logger.warning("chunk %d cannot be had from %r: %s", chunk, name, error)
+                asked.append(self._give_up(sender, work.chunk, error))
                 continue
             return sender, repeats
         raise StalledError(
-            f"chunk {chunk} of weight version {version} can be had from nobody "
+            f"chunk {work.chunk} of weight version {version} can be had from nobody "
             f"({'; '.join(asked) or 'everybody who holds it was given up before'})"
         )
 
-    def _fetch_from(self, sender: int, chunk: int, version: int) -> int:
+    def _senders(self, work: ChunkWork) -> list[int]:
+        """Who holds a chunk and was not given up: the plan's sender first."""
+        plan = self._plan
+        others = (*plan.destination_holders(work.chunk), *plan.source_holders(work.chunk))
+        return [
+            sender
+            for sender in dict.fromkeys((work.peer, *others))
+            if sender not in self._dead and sender != self._endpoint and sender in self._offers
+        ]
+
+    def _give_up(self, sender: int, chunk: int, error: WeightPlaneError) -> str:
+        """Ask an endpoint no more until `connect`; returns what happened."""
+        self._dead.add(sender)
+        name = self._plan.endpoint_name(sender)
+        logger.warning("chunk %d cannot be had from %r: %s", chunk, name, error)
+        return f"{name!r}: {error}"
+
+    def _read_header(self, endpoint: int, chunk: int) -> tuple[int, bytes, int]:
+        """The version of a chunk at another endpoint, its digest, and the version wanted there."""
+        landing = self._landing.bytes[: _HEADER.size]
+        self._reader(endpoint).read(0, self._header(endpoint, chunk), landing)
+        return _HEADER.unpack(landing)
+
+    def _fetch_from(self, sender: int, chunk: int, version: int, check: Callable[[], None]) -> int:
         reader = self._reader(sender)
-        theirs = self._header(sender, chunk)
         offset = self._slot_places(sender)[chunk].offset
         header = self._header(self._endpoint, chunk)
         place = self._chunk(chunk)
-        landing = self._landing.bytes[: _HEADER.size]
-        _HEADER.pack_into(self._slot, header, _EMPTY, bytes(16))
+        _HEADER.pack_into(self._slot, header, _EMPTY, bytes(16), version)
         deadline = time.monotonic() + self._stall_seconds
         repeats = 0
         while True:
-            reader.read(0, theirs, landing)
-            there, digest = _HEADER.unpack(landing)
+            check()
+            there, digest, _ = self._read_header(sender, chunk)
             if there > version:
-                raise TransferError(f"weight version {there} has taken the place of {version}")
+                raise SupersededError(f"weight version {there} has taken the place of {version}")
             if there == version:
                 reader.read(0, offset, place.data)
                 if xxhash.xxh3_128_digest(place.data) == digest:
-                    _HEADER.pack_into(self._slot, header, version, digest)
+                    _HEADER.pack_into(self._slot, header, version, digest, version)
                     return repeats
                 repeats += 1
                 logger.warning("chunk %d arrived corrupt or torn and is read again", chunk)

@@ -52,10 +52,6 @@ PROGRESS_SECONDS = 0.25
 _FOLLOW_MILLISECONDS = 1
 """How often to look how far the publisher is with the slot that it writes."""
 
-_POLL_SECONDS = 0.01
-"""How often to look whether the owner let go of a buffer. A buffer is let go by reference counting,
-in any thread at any moment, where taking a lock to notify somebody could deadlock."""
-
 
 class Stager:
     """Runs the staging thread of one subscriber, from construction until `close`.
@@ -358,22 +354,13 @@ class Stager:
         """A buffer that nothing refers to; waits for the owner to let go of one if it must."""
         if self._in_place:
             return self._pool.take_in_place()
-        deadline = time.monotonic() + self._buffer_wait_seconds
-        while True:
+
+        def make_room() -> None:
             self._store.make_room()
             # Also lets go of the versions that swaps have dropped since.
             self._send_outbox()
-            buffer = self._pool.take()
-            if buffer is not None:
-                return buffer
-            if time.monotonic() > deadline:
-                raise StalledError(
-                    f"no staging buffer became free for weight version {number} in "
-                    f"{self._buffer_wait_seconds:g} seconds: the engine still holds tensors of all "
-                    f"{len(self._pool)}. Let go of the tensors of retired versions"
-                )
-            if self._stop.wait(_POLL_SECONDS):
-                raise ClosedError("the subscriber was closed")
+
+        return self._pool.obtain(number, make_room, self._stop, self._buffer_wait_seconds)
 
     def _on_progress(self, number: int) -> Callable[[int], None]:
         self._progress_at = time.monotonic()

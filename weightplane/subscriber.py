@@ -17,13 +17,11 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType, TracebackType
-
-import torch
 
 from weightplane.channel import Channel
-from weightplane.errors import InvalidArgumentError, LayoutError, VersionError
-from weightplane.events import Connection, SubscriberEvent
+from weightplane.errors import InvalidArgumentError, LayoutError
+from weightplane.events import Connection
+from weightplane.holder import VersionHolder
 from weightplane.layout import Layout
 from weightplane.memory import BufferPool
 from weightplane.p2p import Offer, Reader
@@ -32,9 +30,8 @@ from weightplane.partial import Partial
 from weightplane.sharing import SharedVersions
 from weightplane.stager import Stager
 from weightplane.store import VersionStore
-from weightplane.swap import Invalidate, Swap
-from weightplane.transfer import verify_held
-from weightplane.version import VersionRecord, WeightVersion
+from weightplane.swap import Swap
+from weightplane.version import WeightVersion
 from weightplane.wakeup import Wakeup
 
 
@@ -59,7 +56,7 @@ class SubscriberStatus:
     buffers: int
 
 
-class Subscriber:
+class Subscriber(VersionHolder):
     """Receives versions from one publisher. Construct, commit, roll back and close from one thread.
 
     Memory: over shared memory none, unless ``share`` is off: the engine computes with the
@@ -114,50 +111,15 @@ class Subscriber:
             raise InvalidArgumentError(
                 f"retain is {retain}: in_place keeps one buffer, so nothing can be retained; use 0"
             )
-        self._layout = layout
+        super().__init__(layout, VersionStore(retain, stage_ahead))
         self._in_place = in_place
         self._pool = BufferPool(layout.size, limit=1 if in_place else 1 + retain + stage_ahead)
-        self._store = VersionStore(retain, stage_ahead)
         self._name = f"process-{os.getpid()}" if name is None else name
         self._readers = readers
         self._shared = SharedVersions() if share and not in_place else None
         self._warm_buffers = 2 + retain
         self._buffer_wait_seconds = buffer_wait_seconds
         self._stager = self._start_stager(channel, None)
-
-    def __enter__(self) -> Subscriber:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def layout(self) -> Layout:
-        """What the engine expects."""
-        return self._layout
-
-    @property
-    def active(self) -> WeightVersion | None:
-        """The version that serves, which tokens are stamped with; None before the first commit."""
-        held = self._store.active
-        return None if held is None else held.version
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The weights of the active version.
-
-        Raises:
-            VersionError: nothing was committed yet, or the subscriber is closed.
-        """
-        held = self._store.active
-        if held is None:
-            raise VersionError("no weight version is active: commit one first")
-        return MappingProxyType(held.tensors)
 
     def reattach(self, channel: Channel, timeout: float = 5.0) -> None:
         """Go on with another source, after the connection was lost or to leave a living one.
@@ -191,37 +153,6 @@ class Subscriber:
             partial=partial,
         )
 
-    def staged(self) -> WeightVersion | None:
-        """The newest version that can be committed now, or None. Takes microseconds."""
-        versions = self._store.staged
-        return versions[-1] if versions else None
-
-    def wait_staged(self, timeout: float | None = None) -> WeightVersion:
-        """Wait for a version that can be committed; returns the newest.
-
-        Raises:
-            StalledError: there was none for ``timeout`` seconds.
-            LayoutMismatchError: the publisher has another layout.
-            PublisherGoneError: none can come any more.
-            ChannelError: the publisher does not speak this protocol.
-        """
-        return self._store.wait_staged(timeout)
-
-    def commit(self, number: int) -> Swap:
-        """Make staged version ``number`` the active one. Call it at a token boundary.
-
-        First every registered cache is invalidated, then pointers move. Older staged versions
-        retire unseen. The version that served before is retained for `rollback`.
-
-        Returns:
-            The new weights, what was invalidated and how long the call took.
-
-        Raises:
-            VersionError: that version is not staged; says what it is. The old one goes on serving.
-            CommitRefusedError: a cache could not be invalidated. The old version goes on serving.
-        """
-        return self._store.commit(number)
-
     def replace(self, number: int, timeout: float = 60.0) -> Swap:
         """Take an offered version in place of the one that serves; with ``in_place`` only.
 
@@ -249,48 +180,6 @@ class Subscriber:
             _previous_manifest=None if previous is None else previous.manifest,
         )
 
-    def rollback(self) -> Swap:
-        """Return to the version that was active before, at a token boundary; like `commit`.
-
-        The version rolled back from is retired and cannot come back under its number.
-
-        Raises:
-            VersionError: no previous version is retained.
-            CommitRefusedError: a cache could not be invalidated. The present version goes on.
-        """
-        return self._store.rollback()
-
-    def register_cache(self, name: str, invalidate: Invalidate) -> None:
-        """Name something derived from the weights that a swap makes stale.
-
-        Args:
-            name: for reports and errors, for example ``"prefix cache"``. invalidate: called as
-            ``invalidate(new_version, old_version_or_None)`` in every commit and
-                rollback, in the caller's thread, before the swap, in the order of registration. If
-                it raises, the swap is refused: a cache that might be stale is never served.
-        """
-        self._store.register_cache(name, invalidate)
-
-    def fileno(self) -> int:
-        """A descriptor that is readable while `events` has something, for an owner's `select`."""
-        return self._store.event_descriptor
-
-    def events(self) -> tuple[SubscriberEvent, ...]:
-        """What happened since the last call: connected, staged, aborted, lost; oldest first."""
-        return self._store.take_events()
-
-    def verify(self) -> None:
-        """Digest the active weights again, as they lie in memory now.
-
-        Raises:
-            DigestMismatchError: something wrote into them; names the tensor.
-            VersionError: nothing is active.
-        """
-        held = self._store.active
-        if held is None:
-            raise VersionError("no weight version is active: commit one first")
-        verify_held(held.manifest, held.buffer.bytes)
-
     def status(self) -> SubscriberStatus:
         """A snapshot of everything."""
         connection, reason = self._store.connection
@@ -298,10 +187,6 @@ class Subscriber:
             connection, reason, self.active, self._store.staged, self._store.retained,
             len(self._pool),
         )  # fmt: skip
-
-    def records(self) -> tuple[VersionRecord, ...]:
-        """The lives of the versions seen here: the last 64 that ended, and all that have not."""
-        return self._store.records
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop the thread and let go of every version; safe to call twice.
@@ -312,4 +197,4 @@ class Subscriber:
             StalledError: the thread did not end within ``timeout`` seconds.
         """
         self._stager.close(timeout)
-        self._store.close()
+        super().close(timeout)

@@ -289,7 +289,9 @@ def verify_held(manifest: Manifest, buffer: memoryview) -> None:
     Raises:
         DigestMismatchError: a tensor differs from its digest; the message names it.
     """
-    for index, shard in enumerate(manifest.layout.shards):
+    numbers = {spec.name: index for index, spec in enumerate(manifest.layout.tensors)}
+    for shard in manifest.layout.shards:
+        index = numbers[shard.tensor]
         end = shard.offset + manifest.layout.shard_bytes(shard)
         check_digest(manifest, index, xxhash.xxh3_128_digest(buffer[shard.offset : end]))
 

@@ -24,7 +24,7 @@ from weightplane import StalledError, TransportUnavailableError
 from weightplane.p2p import Offer
 from weightplane.p2p.readers import make_transport
 from weightplane.plan import PlanSettings, plan
-from weightplane.plan_transfer import PlanEndpoint
+from weightplane.plan_transfer import PlanEndpoint, SupersededError
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = PlanSettings(chunk_bytes=64, allow_unused=True)
@@ -190,8 +190,8 @@ def test_a_version_that_was_written_over_is_not_taken_for_the_one_that_is_wanted
     cluster.connect()
     cluster.publish(2)
     _, answers = cluster.receive(1)
-    reasons = [str(answer) for answer in answers.values() if isinstance(answer, StalledError)]
-    assert any("weight version 2 has taken the place of 1" in reason for reason in reasons)
+    reasons = [str(answer) for answer in answers.values() if isinstance(answer, SupersededError)]
+    assert reasons and set(reasons) == {"weight version 2 has taken the place of 1"}
 
 
 @pytest.mark.parametrize("transport", ["torchdist", "nixl", "mooncake"])
