@@ -69,7 +69,8 @@ _ONLY_MOE: Final[tuple[tuple[str, Any, str], ...]] = (
     ("moe_apply_probs_on_input", False, "the contract weighs the experts' outputs"),
 )
 
-_RECOMPUTABLE: Final = frozenset({"core_attn", "layernorm", "mlp", "moe"})
+# Recomputing layer norms needs Transformer Engine in this release; the others lie inside a patch.
+_RECOMPUTABLE: Final = frozenset({"core_attn", "mlp", "moe"})
 
 
 def core_model(model: Any) -> Any:
@@ -113,7 +114,7 @@ def _complaints(model: Any, contract: NumericsContract) -> Iterator[str]:
     modules = set(config.recompute_modules or ())
     if config.recompute_granularity == "selective" and not modules <= _RECOMPUTABLE:
         listed = ", ".join(sorted(modules - _RECOMPUTABLE))
-        yield f"recompute_modules has {listed}, which lie inside a patched module: leave them out"
+        yield f"recompute_modules has {listed}, which cannot be recomputed by themselves: drop them"
     if config.tensor_model_parallel_size > 1 and not contract.tp_invariant:
         yield (
             f"tensor_model_parallel_size is {config.tensor_model_parallel_size} and the contract's "

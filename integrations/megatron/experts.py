@@ -20,6 +20,7 @@ from torch import distributed
 
 from consistency import kernels
 from consistency.kernels import collectives
+from integrations.megatron.operators import own_weight
 
 __all__ = ["MoeExperts", "Router"]
 
@@ -53,7 +54,7 @@ class Router:
         module = self.module
         topk, normalise = module.topk, not module.config.moe_router_pre_softmax
         logits = kernels.linear(
-            x, module.weight, out_dtype=torch.float32, tp_invariant=self.tp_invariant
+            x, own_weight(module.weight), out_dtype=torch.float32, tp_invariant=self.tp_invariant
         )
         replay = module.router_replay
         if replay is None or replay.router_replay_action is None:
@@ -145,7 +146,9 @@ class MoeExperts:
         experts = self.module.experts
         parts = rows.split(offsets.diff().tolist())
         outputs = [
-            self._expert(expert.linear_fc1.weight, expert.linear_fc2.weight, part)
+            self._expert(
+                own_weight(expert.linear_fc1.weight), own_weight(expert.linear_fc2.weight), part
+            )
             for expert, part in zip(experts.local_experts, parts, strict=True)
         ]
         return torch.cat(outputs)

@@ -13,7 +13,16 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from consistency import kernels
 from consistency.kernels import collectives
 
-__all__ = ["ColumnLinear", "Embedding", "LmHead", "Loss", "Mlp", "Norm", "RowLinear"]
+__all__ = [
+    "ColumnLinear",
+    "Embedding",
+    "LmHead",
+    "Loss",
+    "Mlp",
+    "Norm",
+    "RowLinear",
+    "own_weight",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +78,11 @@ class RowLinear:
     def __call__(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         module, group = self.module, self.module.tp_group
         if group.size() == 1:
-            return kernels.linear(input_, module.weight, tp_invariant=self.tp_invariant), None
+            weight = own_weight(module.weight)
+            return kernels.linear(input_, weight, tp_invariant=self.tp_invariant), None
         out = collectives.row_parallel_linear(
             input_.flatten(0, -2),
-            module.weight,
+            own_weight(module.weight),
             group=group,
             sequence_parallel=bool(module.sequence_parallel),
         )
@@ -148,8 +158,8 @@ class Norm:
         module = self.module
         if isinstance(module, torch.nn.RMSNorm):
             eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
-            return kernels.rms_norm(x, module.weight, eps)
-        return kernels.layer_norm(x, module.weight, module.bias, module.eps)
+            return kernels.rms_norm(x, own_weight(module.weight), eps)
+        return kernels.layer_norm(x, own_weight(module.weight), own_weight(module.bias), module.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +188,10 @@ class Embedding:
         """``[b, s]`` ids to ``[b, s, h]``, or ``[s / ranks, b, h]`` under sequence parallelism."""
         module, group = self.module, self.module.tp_group
         if group.size() == 1:
-            return kernels.embedding(input_, module.weight)
+            return kernels.embedding(input_, own_weight(module.weight))
         elsewhere = (input_ < module.vocab_start_index) | (input_ >= module.vocab_end_index)
         local = (input_ - module.vocab_start_index).masked_fill(elsewhere, 0)
-        rows = kernels.embedding(local, module.weight)
+        rows = kernels.embedding(local, own_weight(module.weight))
         # One rank has the row, the others have zeros: the sum over ranks is exact.
         partial = rows.masked_fill(elsewhere[..., None], 0.0).float()
         if module.reduce_scatter_embeddings:
@@ -191,6 +201,15 @@ class Embedding:
         return collectives.tree_all_reduce(partial, group=group, out_dtype=rows.dtype)
 
 
+def own_weight(weight: torch.Tensor) -> torch.Tensor:
+    """The weight without its `main_grad`.
+
+    The kernels would add a gradient there themselves. Megatron-Core's data parallelism wants to be
+    handed each gradient, to add it in its own dtype and to know when a bucket is full.
+    """
+    return weight.view_as(weight) if hasattr(weight, "main_grad") else weight
+
+
 def _weight(module: Any, given: torch.Tensor | None) -> torch.Tensor:
     """The weight that a call brings along (a tied embedding), or the module's own."""
-    return module.weight if given is None else given
+    return own_weight(module.weight if given is None else given)

@@ -82,6 +82,16 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return found
 
 
+def loss(model, rows) -> torch.Tensor:
+    """Megatron-Core's loss of each token, ``[b, s]``: minus its log-probability."""
+    batch = Batch(tuple(len(row) - 1 for row in rows))
+    ids = batch.token_ids([row[:-1] for row in rows])
+    targets = batch.token_ids([row[1:] for row in rows])
+    return model(
+        ids, torch.arange(batch.width).expand(ids.shape), None, labels=targets
+    ).contiguous()
+
+
 def train(model, batches, traces) -> None:
     """One step of Megatron-Core's schedule over two micro-batches, with replay and recompute."""
     micro = [Batch(tuple(len(row) - 1 for row in rows)) for rows in batches]
@@ -119,6 +129,8 @@ def run(name: str, case: str, folder: str, rank: int) -> dict[str, torch.Tensor]
     if case != "pp":
         torch.cat(scores.logprobs).sum().backward()
         found |= gradients(model)
+        with torch.no_grad():
+            found["loss"] = loss(model, rows)
     if not sparse:
         return found
     traces = shifted(scores.routes, model.config.num_moe_experts)

@@ -106,6 +106,53 @@ def test_recomputed_activations_change_no_bit(load):
         assert torch.equal(kept, recomputed)
 
 
+@pytest.mark.parametrize("module", ["core_attn", "mlp", "moe"])
+def test_recomputing_one_kind_of_module_changes_no_bit(alone, checkpoint, monkeypatch, module):
+    from integrations.megatron import model as models
+    from integrations.megatron.loading import load_model
+
+    configure = models.transformer_config
+
+    def selective(*arguments):
+        config = configure(*arguments)
+        config.recompute_granularity, config.recompute_modules = "selective", [module]
+        return config
+
+    folder, ids, results = checkpoint("dense" if module == "mlp" else "moe"), token_ids(), []
+    for _ in range(2):
+        found = load_model(folder).train()
+        consistency.patch(found)
+        loss = forward(found, ids, labels=ids)
+        loss.sum().backward()
+        results.append([loss, *(parameter.grad for parameter in found.parameters())])
+        monkeypatch.setattr(models, "transformer_config", selective)
+    for kept, recomputed in zip(*results, strict=True):
+        assert torch.equal(kept, recomputed)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_wrappers_of_megatron_core_are_patched_through(load, overlap):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    ids, plain = token_ids(), load("moe")
+    consistency.patch(plain)
+    loss = forward(plain, ids, labels=ids)
+    loss.sum().backward()
+    inner = load("moe")
+    settings = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
+    wrapped = DistributedDataParallel(inner.config, settings, Float16Module(inner.config, inner))
+    assert consistency.patch(wrapped) is wrapped
+    again = forward(wrapped, ids, labels=ids)
+    assert torch.equal(again, loss)
+    again.sum().backward()
+    wrapped.finish_grad_sync()
+    for parameter, other in zip(plain.parameters(), inner.parameters(), strict=True):
+        assert torch.equal(other.main_grad, parameter.grad)
+    consistency.unpatch(wrapped)
+    assert "forward" not in vars(inner.output_layer)
+
+
 def test_packed_sequences_have_the_bits_of_padded_ones(load):
     from integrations.megatron.scoring import score_tokens
 

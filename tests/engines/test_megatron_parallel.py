@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from consistency import NumericsContract
+from integrations.errors import EngineConfigError
 from integrations.megatron.layout import ranks_layout
 from integrations.megatron.weights import Place, parameter_pieces
 from integrations.trainer.model.checkpoint import load_checkpoint
@@ -86,6 +88,14 @@ def test_every_rank_has_the_bits_of_one_process(found, name, case, what):
             # Under expert parallelism rank 1 has the sequences in the opposite order.
             mine = str(len(own) - 1 - int(index)) if case == "ep" and rank else index
             assert torch.equal(own[mine], expected[index]), (rank, index)
+
+
+@pytest.mark.parametrize("name, case", [way for way in WAYS if way[1] in ("tp", "sp", "sp-ep")])
+def test_the_loss_of_every_rank_is_minus_the_logprob(found, name, case):
+    alone, ranks = both(found, name, case)
+    for tensors in (alone, *ranks):
+        for index, logprobs in part(alone, "logprobs").items():
+            assert torch.equal(-tensors["loss"][int(index), : len(logprobs)], logprobs)
 
 
 @pytest.mark.parametrize("case", ["tp", "sp", "pp", "ep", "sp-ep"])
@@ -211,3 +221,26 @@ def test_a_pipelined_step_with_replay_and_recompute_has_the_gradients_of_one_pro
         for key, got in whole(part(tensors, "step.grad"), shape, place).items():
             assert torch.equal(got, expected[key]), key
     assert all(bool(value.abs().max() > 0) for key, value in expected.items() if "gate.w" in key)
+
+
+def test_a_rank_that_fails_is_named_in_one_line(tmp_path):
+    from integrations.megatron.ranks import score_on_ranks
+
+    with pytest.raises(
+        EngineConfigError, match=r"a rank of Megatron-Core failed: .*does not exist"
+    ):
+        score_on_ranks(str(tmp_path / "none"), [], None, ranks=2, contract=NumericsContract())
+
+
+def test_widths_that_the_contract_does_not_cut_are_refused(checkpoint):
+    from integrations.megatron.ranks import score_on_ranks
+
+    # 64 features of an expert are one granule of the contract: two ranks have no tree for it.
+    with pytest.raises(EngineConfigError, match="moe_ffn_hidden_size is 64, which the contract"):
+        score_on_ranks(
+            str(checkpoint("moe")),
+            [],
+            ["linear"],
+            ranks=2,
+            contract=NumericsContract(tp_invariant=True),
+        )
