@@ -26,6 +26,8 @@ from consistency.quant.mxfp4 import PackedTensor
 from consistency.quant.settings import QuantSettings
 
 _GPT_OSS_BLOCKS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)_blocks")
+# Dtypes as safetensors headers name them.
+_BYTES = ("U8",)
 _COMPRESSED_WEIGHT_ARGS = {
     "num_bits": 4,
     "type": "float",
@@ -221,19 +223,18 @@ class CheckpointReader:
         """The matrices in a tensor of codes; none if it is not one of this layout."""
         if self.layout is CheckpointLayout.COMPRESSED_TENSORS and name.endswith(".weight_packed"):
             stem = name.removesuffix("_packed")
-            return [(stem, self._checked(name, f"{stem}_scale", (torch.uint8,), (torch.uint8,)))]
+            return [(stem, self._checked(name, f"{stem}_scale", _BYTES, _BYTES))]
         if self.layout is CheckpointLayout.DEEPSEEK_V4:
             matrix = matrix_of_deepseek(name)
             if matrix is None:
                 return []
             scales = name.removesuffix(".weight") + ".scale"
-            kinds = ((torch.int8, torch.uint8), (torch.float8_e8m0fnu, torch.uint8))
-            return [(matrix, self._checked(name, scales, *kinds))]
+            return [(matrix, self._checked(name, scales, ("I8", *_BYTES), ("F8_E8M0", *_BYTES)))]
         match = _GPT_OSS_BLOCKS.fullmatch(name)
         if self.layout is not CheckpointLayout.GPT_OSS or match is None:
             return []
         scales = name.removesuffix("_blocks") + "_scales"
-        self._checked(name, scales, (torch.uint8,), (torch.uint8,))
+        self._checked(name, scales, _BYTES, _BYTES)
         experts, prefix = self._slice_shape(name)[0], match[1]
         projections = (
             {"down_proj": None}
@@ -250,8 +251,8 @@ class CheckpointReader:
         self,
         codes: str,
         scales: str,
-        code_dtypes: tuple[torch.dtype, ...],
-        scale_dtypes: tuple[torch.dtype, ...],
+        code_dtypes: tuple[str, ...],
+        scale_dtypes: tuple[str, ...],
     ) -> _Place:
         if scales not in self._tensors:
             raise InvalidInputError(f"{self.folder}: {codes} has no {scales.rpartition('.')[2]}")
@@ -280,12 +281,8 @@ class CheckpointReader:
     def _slice_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].get_slice(name).get_shape())
 
-    def _slice_dtype(self, name: str) -> torch.dtype:
-        return _DTYPES.get(self._tensors[name].get_slice(name).get_dtype(), torch.complex64)
-
-
-# Names in safetensors headers of the dtypes that packed weights are made of.
-_DTYPES = {"U8": torch.uint8, "I8": torch.int8, "F8_E8M0": torch.float8_e8m0fnu}
+    def _slice_dtype(self, name: str) -> str:
+        return self._tensors[name].get_slice(name).get_dtype()
 
 
 def layout_of(config: Mapping[str, Any], folder: Path) -> CheckpointLayout | None:
@@ -339,9 +336,9 @@ def _require_mxfp4_groups(quantisation: Mapping[str, Any], folder: Path) -> None
             )
 
 
-def _looks_packed(name: str, dtype: torch.dtype) -> bool:
+def _looks_packed(name: str, dtype: str) -> bool:
     parts = (".weight_packed", ".weight_scale", "_proj_blocks", "_proj_scales")
-    return name.endswith(parts) or dtype in (torch.uint8, torch.int8)
+    return name.endswith(parts) or dtype in ("U8", "I8")
 
 
 def _files(folder: Path) -> list[tuple[Path, list[str] | None]]:

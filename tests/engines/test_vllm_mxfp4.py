@@ -45,7 +45,9 @@ def experts_of_vllm(folder, x: torch.Tensor) -> torch.Tensor:
     )
 
     if not hasattr(torch.ops._C, "convert_scale_packed"):
-        pytest.skip("this build of vLLM has no MXFP4 kernel: it is compiled for AVX-512 alone")
+        pytest.skip(
+            "this build of vLLM has no MXFP4 kernel: only its build for AVX-512 with bf16 has one"
+        )
     w13, w2, w13_scale, w2_scale = served(folder)
     w13, w2, w13_scale, w2_scale = prepare_mxfp4_moe_layer_for_cpu(w13, w2, w13_scale, w2_scale)
     out = torch.empty(len(x), HIDDEN, dtype=torch.bfloat16)
