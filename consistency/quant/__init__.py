@@ -10,6 +10,7 @@ from consistency.quant.export import export_checkpoint
 from consistency.quant.formats import BLOCK, BlockFormat, ScaleRule
 from consistency.quant.layouts import CheckpointLayout
 from consistency.quant.linear import (
+    packed_weights,
     quantise_modules,
     quantised_linear,
     quantised_moe_experts,
@@ -35,6 +36,7 @@ __all__ = [
     "fake_quantise",
     "pack",
     "pack_with_scales",
+    "packed_weights",
     "qdq",
     "quantise_modules",
     "quantised_linear",

@@ -22,6 +22,9 @@ Targets = Literal["experts", "linears"]
 Weight = torch.Tensor | PackedTensor
 
 
+_PARAMETRIZATIONS = ".parametrizations."
+
+
 def quantised_linear(
     x: torch.Tensor,
     weight: Weight,
@@ -173,6 +176,43 @@ def quantise_modules(
     for (_, module, name), quantiser in zip(chosen, quantisers, strict=True):
         parametrize.register_parametrization(module, name, quantiser, unsafe=True)
     return tuple(full for full, _, _ in chosen)
+
+
+def packed_weights(model: nn.Module) -> dict[str, Weight]:
+    """The weights of a model that `quantise_modules` quantised, as `export_checkpoint` takes them.
+
+    Args:
+        model: with `FakeQuant` parametrizations.
+
+    Returns:
+        By the names of the model without quantisation, in its order: what a `FakeQuant` shows is
+        packed, so its bytes stand for the values that the model trains on; all else is as it is.
+
+    Raises:
+        InvalidInputError: a weight with another parametrization beside `FakeQuant`, or none with
+            it; a weight that cannot be packed (NaN).
+    """
+    weights: dict[str, Weight] = {}
+    packed = 0
+    for key, tensor in model.state_dict().items():
+        # The dot in front also finds those of the model itself.
+        path, found, rest = f".{key}".partition(_PARAMETRIZATIONS)
+        if not found:
+            weights[key] = tensor
+            continue
+        name = rest.removesuffix(".original")
+        chain = list(model.get_submodule(f"{path}{_PARAMETRIZATIONS}{name}"[1:]).children())
+        full = f"{path}.{name}".lstrip(".")
+        if len(chain) != 1 or not isinstance(chain[0], FakeQuant):
+            raise InvalidInputError(
+                f"{full} has the parametrizations {[type(step).__name__ for step in chain]}: only "
+                "a single FakeQuant says what an engine has to serve"
+            )
+        weights[full] = chain[0].packed(tensor)
+        packed += 1
+    if not packed:
+        raise InvalidInputError("the model has no FakeQuant: call quantise_modules() first")
+    return weights
 
 
 def restore_modules(model: nn.Module) -> None:

@@ -11,11 +11,16 @@ from torch import nn
 from consistency import kernels
 from consistency.errors import InvalidInputError, UnsupportedError
 from consistency.quant import (
+    CheckpointLayout,
+    CheckpointReader,
     FakeQuant,
+    PackedTensor,
     QuantSettings,
     ScaleRule,
+    export_checkpoint,
     fake_quantise,
     pack,
+    packed_weights,
     qdq,
     quantise_modules,
     quantised_linear,
@@ -154,6 +159,36 @@ def test_a_weight_that_cannot_be_quantised_leaves_the_model_unchanged(model):
     model[0].experts.is_transposed = True
     with pytest.raises(InvalidInputError, match="contraction axis first"):
         quantise_modules(model, RCEIL)
+
+
+def test_a_trained_models_weights_are_packed_as_it_computes_with_them(model, tmp_path):
+    names = quantise_modules(model, RCEIL, targets="linears", exclude=("0.gate", "1.gate"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].q_proj(torch.ones(2, 32).bfloat16()).sum().backward()
+    optimizer.step()
+    weights = packed_weights(model)
+    values = {name: model.get_parameter(name) for name in ("0.gate.weight", "0.gate_up_proj.bias")}
+    assert all(torch.equal(weights[name], value) for name, value in values.items())  # type: ignore[arg-type]
+    assert {name for name, weight in weights.items() if isinstance(weight, PackedTensor)} == set(
+        names
+    )
+    export_checkpoint(tmp_path / "out", weights, {}, layout=CheckpointLayout.COMPRESSED_TENSORS)
+    with CheckpointReader(tmp_path / "out") as served:
+        found = unpack(served.packed("0.q_proj.weight"))
+        expert = unpack(served.packed("1.experts.2.down_proj.weight"))
+    assert torch.equal(found, model[0].q_proj.weight)
+    assert torch.equal(expert, model[1].experts.down_proj[2])
+    assert not torch.equal(found, unpack(pack(torch.zeros(64, 32), RCEIL)))
+    restore_modules(model)
+    with pytest.raises(InvalidInputError, match="has no FakeQuant"):
+        packed_weights(model)
+    alone = model[0].q_proj
+    quantise_modules(alone, RCEIL, targets="linears")
+    assert list(packed_weights(alone)) == ["weight"]
+    restore_modules(alone)
+    nn.utils.parametrize.register_parametrization(model[0].q_proj, "weight", nn.Identity())
+    with pytest.raises(InvalidInputError, match=r"0.q_proj.weight has the parametrizations"):
+        packed_weights(model)
 
 
 def test_packed_and_dense_weights_of_equal_values_give_equal_bits():
