@@ -31,11 +31,10 @@ from weightplane.errors import (
 from weightplane.layout import Layout
 from weightplane.messages import Announce
 from weightplane.p2p import Transport
-from weightplane.p2p.shm import ShmTransport
 from weightplane.peer import Peer
 from weightplane.reactor import Reactor
 from weightplane.reports import PeerState, PeerStatus, Publication
-from weightplane.slots import Readable, SlotTable, slot_bytes
+from weightplane.slots import Readable, SlotTable, open_transport
 from weightplane.vacating import VACATE_POLL_SECONDS, Vacating
 from weightplane.version import VersionLedger, WeightVersion, check_number
 from weightplane.watchdog import Watchdog
@@ -59,10 +58,10 @@ class Publisher:
         transport: how bytes move; shared memory by default. The publisher closes it. Slots may be
             longer than the layout: see ``deltas``.
         deltas: also offer each version as an exact delta against the one before, where that is less
-            than a quarter of its bytes; subscribers that hold the base take the delta. It costs a
-            comparison of both versions, which pays between machines; off by default, because over
-            shared memory the full copy is faster. Needs slots of `slot_bytes` (layout, True), and
-            two of them.
+            than a quarter of its bytes; subscribers that hold the base take the delta. By default
+            wherever bytes cross a link and the transport's slots have room for one: slots of
+            `slot_bytes` (layout, True), two at least. Not over shared memory, where finding the
+            changes takes longer than a version does.
         threads: how many copy and digest a state at a time. One does not reach the speed of the
             memory on most machines.
 
@@ -79,7 +78,7 @@ class Publisher:
         stall_seconds: float = 60.0,
         keep: int = 64,
         transport: Transport | None = None,
-        deltas: bool = False,
+        deltas: bool | None = None,
         threads: int = 2,
     ) -> None:
         if not layout.is_whole:
@@ -91,14 +90,7 @@ class Publisher:
         self._layout = layout
         self._stall_seconds = stall_seconds
         self._keep = keep
-        needed = slot_bytes(layout, deltas)
-        self._transport = transport or ShmTransport(needed, slots)
-        if self._transport.offer.slot_bytes < needed:
-            self._transport.close()
-            raise InvalidArgumentError(
-                f"the transport has slots of {self._transport.offer.slot_bytes} bytes; "
-                f"{'deltas' if deltas else 'the layout'} need {needed}"
-            )
+        self._transport, deltas = open_transport(layout, transport, slots, deltas)
         self._slots = SlotTable(layout, self._transport, deltas, threads)
         self._ledger = VersionLedger(keep)
         self._publications: dict[int, Publication] = {}

@@ -13,9 +13,11 @@ import xxhash
 
 from weightplane.delta import encode_delta
 from weightplane.digest import Manifest
+from weightplane.errors import InvalidArgumentError
 from weightplane.layout import Layout
 from weightplane.messages import DeltaOffer
 from weightplane.p2p import Offer, SharedTransport, Transport
+from weightplane.p2p.shm import ShmTransport
 from weightplane.transfer import write_state
 from weightplane.version import Transfer, WeightVersion
 
@@ -26,6 +28,30 @@ DELTA_SHARE = 4
 def slot_bytes(layout: Layout, deltas: bool) -> int:
     """Bytes that a slot needs for a version of ``layout``, with or without room for a delta."""
     return layout.size + (layout.size // DELTA_SHARE if deltas else 0)
+
+
+def open_transport(
+    layout: Layout, transport: Transport | None, slots: int, deltas: bool | None
+) -> tuple[Transport, bool]:
+    """The transport of a publisher, shared memory unless one is given, and whether it has deltas.
+
+    Raises:
+        InvalidArgumentError: its slots are too short; it is closed.
+        ShmSpaceError: shared memory is too small for the slots.
+    """
+    needed = slot_bytes(layout, bool(deltas))
+    opened = transport or ShmTransport(needed, slots)
+    offer = opened.offer
+    if offer.slot_bytes < needed:
+        opened.close()
+        raise InvalidArgumentError(
+            f"the transport has slots of {offer.slot_bytes} bytes; "
+            f"{'deltas' if deltas else 'the layout'} need {needed}"
+        )
+    if deltas is None:
+        room = offer.slots > 1 and offer.slot_bytes >= slot_bytes(layout, True)
+        deltas = room and not isinstance(opened, SharedTransport)
+    return opened, deltas
 
 
 @dataclass(frozen=True, slots=True)

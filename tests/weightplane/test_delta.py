@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from weightplane import Publisher
 from weightplane.delta import BLOCK_WORDS, Delta, encode_delta
 from weightplane.errors import DigestMismatchError, InvalidArgumentError
+from weightplane.p2p.shm import ShmTransport
+from weightplane.slots import slot_bytes
 
 SIZES = [64, 4096, 2 * BLOCK_WORDS, 2 * BLOCK_WORDS + 64, (1 << 20) + 192, 3 << 20]
 
@@ -206,3 +208,51 @@ def test_several_engines_with_different_bases_all_end_with_the_same_bits(deltas,
             assert same(first.commit(number).tensors, weights)
         weights = step(weights, number)
     assert same(first.tensors, engines[1].commit(3).tensors)
+
+
+class LinkTransport:
+    """Shared memory that looks like a link: its slots cannot be kept, only read."""
+
+    def __init__(self, slot_bytes, slots):
+        self._memory = ShmTransport(slot_bytes, slots)
+
+    @property
+    def offer(self):
+        return self._memory.offer
+
+    def buffer(self, slot):
+        return self._memory.buffer(slot)
+
+    def seal(self, slot):
+        self._memory.seal(slot)
+
+    def close(self):
+        self._memory.close()
+
+
+@pytest.mark.parametrize(
+    ("room", "slots", "expected"), [(True, 2, True), (False, 2, False), (True, 1, False)]
+)
+def test_deltas_are_chosen_where_bytes_cross_a_link_and_there_is_room(
+    layout, join, state, same, room, slots, expected
+):
+    transport = LinkTransport(slot_bytes(layout, room), slots)
+    with Publisher(layout, transport=transport) as publisher:
+        engine = join(publisher)
+        publisher.wait_subscribers(1, 10)
+        weights = state(1, rows=8)
+        for number in (1, 2):
+            weights["layers.1.weight"][0, number] = number
+            version = publisher.publish(weights, number)
+            assert publisher.wait(number, 10).staged_everywhere
+            engine.commit(number)
+            assert same(engine.tensors, weights)
+        assert (version.base is not None) is expected
+        record = engine.records()[-1]
+        assert (record.transfer.byte_count < layout.byte_count) is expected
+
+
+def test_a_publisher_over_shared_memory_makes_no_deltas_unasked(publisher, join, state):
+    join(publisher)
+    for number in (1, 2):
+        assert publisher.publish(state(1), number).base is None

@@ -107,7 +107,7 @@ def test_a_version_is_finished_from_another_source_where_the_first_one_stopped(b
 
 
 def test_what_is_active_survives_a_change_of_source_and_is_reported_to_the_new_one(
-    layout, state, same
+    layout, state, same, eventually
 ):
     with Publisher(layout) as first, Publisher(layout) as second:
         for publisher in (first, second):
@@ -118,8 +118,7 @@ def test_what_is_active_survives_a_change_of_source_and_is_reported_to_the_new_o
             first.close()
             engine.reattach(attach(second))
             second.wait_subscribers(1, 10)
-            publication = second.wait(1, 10)
-            assert publication.deliveries[0].record.state == "committed"
+            eventually(lambda: second.report(1).deliveries[0].record.state == "committed")
             assert same(engine.tensors, state(1))
             second.publish(state(2), 2)
             assert engine.wait_staged(10).number == 2

@@ -230,7 +230,8 @@ class ShmReader:
     def written(self, slot: int, claim: int) -> int:
         """How many bytes of a slot are final for that claim; 0 if another claim has the slot."""
         stamped, count = _STAMP.unpack_from(self._maps[slot], stamp_offset(self._offer.slot_bytes))
-        return min(count, self._offer.slot_bytes) if stamped == claim else 0
+        # Claims are numbered from 1 on: a slot that was written without one cannot be kept.
+        return min(count, self._offer.slot_bytes) if 0 < stamped == claim else 0
 
     def share(self, slot: int, claim: int) -> SharedVersion | None:
         """Keep a slot as it is, until nothing refers to it; None if it holds another claim's bytes
