@@ -45,7 +45,7 @@ OPTIONAL = (
     ("triton", "GPU kernels"),
     ("vllm", "rollout engine"),
     ("sglang", "rollout engine"),
-    ("megatron-core", "learner"),
+    ("megatron-core", "trainer that can be patched"),
     ("nvidia-modelopt", "quantisation"),
     ("ray", "clusters"),
     ("nixl-cu12", "transport between machines"),

@@ -129,8 +129,8 @@ def build_model(shape: ModelConfig, options: ModelOptions) -> GPTModel:
     Call it inside `on_cpu()` where there is no CUDA, after `parallel_state` is initialised.
 
     Raises:
-        EngineConfigError: as `transformer_config`, or degrees of parallelism that the shape cannot
-            be cut into.
+        EngineConfigError: as `transformer_config`, context parallelism, or degrees of parallelism
+            that the shape cannot be cut into.
     """
     _require_divisible(shape)
     config = transformer_config(shape, options)
@@ -164,6 +164,12 @@ def _use_sequence_parallel_norms(spec: Any, qk_norm: bool) -> None:
 
 
 def _require_divisible(shape: ModelConfig) -> None:
+    ring = parallel_state.get_context_parallel_world_size()
+    if ring != 1:
+        raise EngineConfigError(
+            f"context_parallel_size is {ring}: Megatron-Core's own attention has no context "
+            "parallelism, and a ring cuts the softmax elsewhere; use 1"
+        )
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     groups = parallel_state.get_expert_model_parallel_world_size()

@@ -271,6 +271,22 @@ def test_another_version_of_megatron_core_is_refused():
             require_version(version)
 
 
+def test_degrees_that_cannot_be_kept_are_refused_before_a_model_is_built(load, monkeypatch):
+    from megatron.core import parallel_state
+
+    for name, size, message in (
+        ("context", 2, "context_parallel_size is 2"),
+        ("pipeline_model", 2, "layers is 3, not a multiple of the 2 pipeline-parallel ranks"),
+        ("tensor_model", 4, "kv_heads is 2, not a multiple of the 4 tensor-parallel ranks"),
+        ("expert_model", 3, "experts is 16, not a multiple of the 3 expert-parallel ranks"),
+    ):
+        with monkeypatch.context() as patched:
+            degree = f"get_{name}_parallel_world_size"
+            patched.setattr(parallel_state, degree, lambda size=size: size)
+            with pytest.raises(EngineConfigError, match=message):
+                load("moe")
+
+
 def test_a_checkpoint_of_another_model_is_refused(load, checkpoint):
     from integrations.megatron.loading import load_weights
     from integrations.trainer.model.config import ModelConfig
