@@ -4,6 +4,10 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -99,3 +103,42 @@ def test_one_hot_inputs_read_back_the_up_projection(tmp_path):
     found = experts_of_vllm(tmp_path / "out", torch.eye(HIDDEN).bfloat16())
     assert torch.equal(found[:, :WIDTH].t(), unpack(up))
     assert not found[:, WIDTH:].any()
+
+
+def written_config(folder, layout: CheckpointLayout, model_type: str) -> dict[str, Any]:
+    weights: dict[str, torch.Tensor | PackedTensor] = {
+        f"{EXPERTS}.gate_up_proj": pack(torch.randn(2, 64, 32), RCEIL),
+        f"{EXPERTS}.down_proj": pack(torch.randn(2, 32, 32), RCEIL),
+        "layers.0.attn.wq.weight": torch.randn(32, 32).bfloat16(),
+    }
+    export_checkpoint(folder, weights, {"model_type": model_type}, layout=layout)
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_vllm_takes_the_configuration_of_every_layout(tmp_path):
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+    from vllm.models.deepseek_v4.quant_config import DeepseekV4FP8Config
+
+    written = written_config(tmp_path / "c", CheckpointLayout.COMPRESSED_TENSORS, "qwen3_moe")
+    config = CompressedTensorsConfig.from_config(written["quantization_config"])
+    scheme = config.target_scheme_map["Linear"]
+    assert config._is_mxfp4(scheme["weights"]) and scheme["input_activations"] is None
+    assert config.ignore == ["layers.0.attn.wq", "lm_head"]
+
+    for layout, kind, name in (
+        (CheckpointLayout.GPT_OSS, GptOssMxfp4Config, "gpt_oss_mxfp4"),
+        (CheckpointLayout.DEEPSEEK_V4, DeepseekV4FP8Config, "deepseek_v4_fp8"),
+    ):
+        model_type = layout.value.replace("-", "_")
+        written = written_config(tmp_path / name, layout, model_type)
+        quantisation = written["quantization_config"]
+        model = SimpleNamespace(model_type=model_type)
+        assert kind.override_quantization_method(quantisation, None, model) == name
+        found = kind.from_config(quantisation)
+    # vLLM's GPT-OSS takes every linear for bf16 and has no list; the last one is DeepSeek's.
+    assert found.ignored_layers == ["layers.0.attn.wq"]
+    assert found.weight_block_size == [128, 128]
+    assert written["expert_dtype"] == "fp4"
