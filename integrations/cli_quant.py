@@ -54,6 +54,12 @@ RuleOption = Annotated[
 TargetsOption = Annotated[
     Targets | None, typer.Option("--targets", help="Which matrices the trainer quantises.")
 ]
+ExcludeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--exclude", metavar="NAME", help="A matrix that the trainer keeps dense; may be repeated."
+    ),
+]
 GateUpOption = Annotated[
     GateUp,
     typer.Option("--gate-up", help="Order of the rows of dense, stacked gate_up_proj."),
@@ -73,6 +79,7 @@ def audit_command(
     ] = None,
     scale_rule: RuleOption = None,
     targets: TargetsOption = None,
+    exclude: ExcludeOption = None,
     gate_up: GateUpOption = "stacked",
     json_file: JsonOption = None,
 ) -> None:
@@ -98,6 +105,7 @@ def audit_command(
                     trained,
                     settings,
                     targets=targets or source.targets,
+                    exclude={*(exclude or ()), *source.excluded()},
                     engine_layout=served.layout,
                 )
                 total += len(served.dense_names)
@@ -124,10 +132,7 @@ def export_command(
     layout: Annotated[Layout, typer.Option("--layout", help="Of the packed weights.")],
     scale_rule: RuleOption = None,
     targets: TargetsOption = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option("--exclude", metavar="NAME", help="A matrix to keep dense; may be repeated."),
-    ] = None,
+    exclude: ExcludeOption = None,
     gate_up: GateUpOption = "stacked",
 ) -> None:
     """`lockstep quant export`: see `EXPORT_HELP`."""

@@ -8,7 +8,7 @@ that explains every element.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,7 +16,13 @@ import torch
 
 from consistency.quant.alternatives import Alternative, alternatives, neighbours
 from consistency.quant.formats import BLOCK
-from consistency.quant.layouts import EXPERT_MATRIX, CheckpointLayout, GateUp, matrices_of
+from consistency.quant.layouts import (
+    EXPERT_MATRIX,
+    CheckpointLayout,
+    GateUp,
+    is_quantisable,
+    matrices_of,
+)
 from consistency.quant.mxfp4 import PackedTensor, pack, qdq, unpack
 from consistency.quant.settings import QuantSettings
 
@@ -116,6 +122,7 @@ def audit(
     settings: QuantSettings,
     *,
     targets: Literal["experts", "linears"] | None = None,
+    exclude: Collection[str] = (),
     engine_layout: CheckpointLayout | None = None,
 ) -> Iterator[MatrixAudit]:
     """Compares every matrix of both sides.
@@ -125,9 +132,9 @@ def audit(
         trainer: what was trained: packed, or dense (masters, or values of a QDQ), which is then
             quantised by `settings`.
         settings: the trainer's quantiser.
-        targets: which matrices the trainer quantises, if its own weights are dense: "experts", or
-            "linears" for these and every other matrix that the engine packs. By default, those that
-            the engine packs.
+        targets: which matrices the trainer quantises, if its own weights are dense, see
+            `is_quantisable`. By default, those that the engine packs.
+        exclude: names of targets that the trainer keeps dense.
         engine_layout: deepseek-v4 names everything but experts itself; those are not compared.
 
     Yields:
@@ -137,25 +144,24 @@ def audit(
         InvalidInputError: a trainer's weight that cannot be quantised, NaN for instance.
     """
     own_names = engine_layout is CheckpointLayout.DEEPSEEK_V4
-    held = {*trainer.packed_names, *trainer.dense_names}
+    trained = _Trained(trainer, settings, targets, frozenset(exclude))
+    served = (*engine.packed_names, *engine.dense_names)
     for name in engine.packed_names:
-        if name in held:
-            if _stays_dense(name, trainer, targets):
-                codes, _ = engine.codes_and_scales(name)
-                yield MatrixAudit(name, "packed", 2 * codes.numel(), cause="the trainer's is dense")
-            else:
-                yield _packed(name, engine, trainer, settings)
-        else:
-            codes, _ = engine.codes_and_scales(name)
+        codes, scales = engine.codes_and_scales(name)
+        if name not in trained.names:
             yield MatrixAudit(name, "unknown", 2 * codes.numel())
+        elif trained.quantises(name) is False:
+            yield MatrixAudit(name, "packed", 2 * codes.numel(), cause="the trainer's is dense")
+        else:
+            yield _packed(name, PackedTensor(codes, scales, settings), trained)
     for name in engine.dense_names:
-        if name in held:
-            yield _dense(name, engine, trainer, targets)
+        if name in trained.names:
+            yield _dense(name, engine.dense(name), trained)
         else:
             elements = engine.dense(name).numel()
             yield MatrixAudit(name, "not compared" if own_names else "unknown", elements)
-    for name in sorted(held - {*engine.packed_names, *engine.dense_names}):
-        expert = name in trainer.packed_names or EXPERT_MATRIX.fullmatch(name)
+    for name in sorted(trained.names - set(served)):
+        expert = name in trained.packed or EXPERT_MATRIX.fullmatch(name)
         yield MatrixAudit(name, "missing" if expert or not own_names else "not compared")
 
 
@@ -169,66 +175,88 @@ def check_packed(engine: Weights) -> Iterator[MatrixAudit]:
         yield MatrixAudit(name, status, 2 * codes.numel(), broken, cause=cause)
 
 
-def _stays_dense(
-    name: str, trainer: Weights, targets: Literal["experts", "linears"] | None
-) -> bool:
-    if name in trainer.packed_names:
-        return False
-    return bool(trainer.packed_names) or (
-        targets == "experts" and EXPERT_MATRIX.fullmatch(name) is None
-    )
+class _Trained:
+    """The trainer's side: its weights, which of them it quantises, and how."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        settings: QuantSettings,
+        targets: Literal["experts", "linears"] | None,
+        exclude: frozenset[str],
+    ) -> None:
+        self.settings = settings
+        self.packed = frozenset(weights.packed_names)
+        self.names = self.packed | frozenset(weights.dense_names)
+        self._weights, self._exclude = weights, exclude
+        self._targets: Literal["experts", "linears"] | None = targets
+
+    def quantises(self, name: str) -> bool | None:
+        """Whether the trainer quantises a matrix; None if nobody says."""
+        if self.packed or self._targets is None:
+            return name in self.packed if self.packed else None
+        shape = tuple(self._weights.dense(name).shape)
+        return name not in self._exclude and is_quantisable(name, shape, self._targets)
+
+    def dense(self, name: str) -> torch.Tensor | None:
+        """A weight before quantisation; None if the trainer's is packed."""
+        return None if name in self.packed else self._weights.dense(name)
+
+    def quantised(self, name: str) -> PackedTensor:
+        """A matrix as the trainer quantises it."""
+        source = self.dense(name)
+        if source is None:
+            return PackedTensor(*self._weights.codes_and_scales(name), self.settings)
+        return pack(source, self.settings, name=name)
+
+    def values(self, name: str) -> torch.Tensor:
+        """float32 [out, in]: what the trainer computes with."""
+        return unpack(self.quantised(name), dtype=torch.float32)
 
 
-def _dense(
-    name: str, engine: Weights, trainer: Weights, targets: Literal["experts", "linears"] | None
-) -> MatrixAudit:
-    theirs = engine.dense(name)
-    wanted = name in trainer.packed_names or (targets is not None and EXPERT_MATRIX.fullmatch(name))
-    if wanted:
-        return MatrixAudit(name, "not packed", theirs.numel(), cause="left out of quantisation")
-    ours = trainer.dense(name)
-    if theirs.dtype not in _FLOATS or ours.dtype not in _FLOATS:
+def _dense(name: str, theirs: torch.Tensor, trained: _Trained) -> MatrixAudit:
+    source = trained.dense(name)
+    quantises = trained.quantises(name)
+    if theirs.dtype not in _FLOATS or (source is not None and source.dtype not in _FLOATS):
         return MatrixAudit(name, "not compared", theirs.numel())
+    ours = trained.values(name) if source is None or quantises else source
     if theirs.shape != ours.shape:
         return _other_shape(name, theirs.shape, ours.shape)
     ours, theirs = ours.to(theirs.dtype).double(), theirs.double()
     differ = int((ours != theirs).sum())
-    largest = float((ours - theirs).abs().max()) if differ else 0.0
-    status: Status = "differs" if differ else "equal"
-    return MatrixAudit(name, status, theirs.numel(), 0, 0, differ, largest)
+    if not differ:
+        return MatrixAudit(name, "equal", theirs.numel())
+    largest = float((ours - theirs).abs().max())
+    status: Status = "not packed" if quantises else "differs"
+    cause = "left out of quantisation" if quantises else ""
+    return MatrixAudit(name, status, theirs.numel(), 0, 0, differ, largest, cause)
 
 
-def _packed(name: str, engine: Weights, trainer: Weights, settings: QuantSettings) -> MatrixAudit:
-    codes, scales = engine.codes_and_scales(name)
-    broken = int((scales == 255).sum())
+def _packed(name: str, theirs: PackedTensor, trained: _Trained) -> MatrixAudit:
+    elements = theirs.shape.numel()
+    broken = int((theirs.scales == 255).sum())
     if broken:
         cause = f"{broken} scale bytes are 255, which is NaN"
-        return MatrixAudit(name, "damaged", 2 * codes.numel(), broken, cause=cause)
-    theirs = PackedTensor(codes, scales, settings)
-    source = None if name in trainer.packed_names else trainer.dense(name)
+        return MatrixAudit(name, "damaged", elements, broken, cause=cause)
+    source = trained.dense(name)
     if source is not None and source.shape != theirs.shape:
         return _other_shape(name, theirs.shape, source.shape)
-    ours = _trained(name, trainer, settings)
+    ours = trained.quantised(name)
     if ours.shape != theirs.shape:
         return _other_shape(name, theirs.shape, ours.shape)
     our_values, their_values = (unpack(side, dtype=torch.float32) for side in (ours, theirs))
     differ = int((our_values != their_values).sum())
+    unequal = ours.codes ^ theirs.codes
     counts = (
-        int((ours.scales != scales).sum()),
-        int(((ours.codes ^ codes) & 15).ne(0).sum() + ((ours.codes ^ codes) >> 4).ne(0).sum()),
+        int((ours.scales != theirs.scales).sum()),
+        int((unequal & 15).ne(0).sum() + (unequal >> 4).ne(0).sum()),
         differ,
     )
     if not differ:
-        return MatrixAudit(name, "equal", their_values.numel(), *counts)
+        return MatrixAudit(name, "equal", elements, *counts)
     largest = float((our_values.double() - their_values.double()).abs().max())
-    cause = _cause(name, theirs, their_values, our_values, source, trainer, settings)
-    return MatrixAudit(name, "differs", their_values.numel(), *counts, largest, cause)
-
-
-def _trained(name: str, trainer: Weights, settings: QuantSettings) -> PackedTensor:
-    if name in trainer.packed_names:
-        return PackedTensor(*trainer.codes_and_scales(name), settings)
-    return pack(trainer.dense(name), settings, name=name)
+    cause = _cause(name, theirs, their_values, our_values, trained)
+    return MatrixAudit(name, "differs", elements, *counts, largest, cause)
 
 
 def _cause(
@@ -236,20 +264,18 @@ def _cause(
     theirs: PackedTensor,
     their_values: torch.Tensor,
     our_values: torch.Tensor,
-    source: torch.Tensor | None,
-    trainer: Weights,
-    settings: QuantSettings,
+    trained: _Trained,
 ) -> str:
     """The first known cause that explains every value; empty if none does."""
+    settings = trained.settings
     swapped = (theirs.codes << 4) | (theirs.codes >> 4)
     unswapped = unpack(PackedTensor(swapped, theirs.scales, settings), dtype=torch.float32)
     if torch.equal(unswapped, our_values):
         return "nibbles in the other order: the even index is in the high one"
-    rows = _row_order(name, their_values, trainer, settings)
-    if rows:
+    rows = _row_order(name, their_values, trained)
+    source = trained.dense(name)
+    if rows or source is None:
         return rows
-    if source is None:
-        return ""
     # A cause explains all rows or none; some are enough to tell, whole blocks of them for an axis.
     count = min(_DIAGNOSED_ROWS, source.shape[0] // BLOCK * BLOCK or source.shape[0])
     part, found = source[:count], their_values[:count]
@@ -277,21 +303,16 @@ def _explains(
     return torch.equal(values, found)
 
 
-def _row_order(
-    name: str, their_values: torch.Tensor, trainer: Weights, settings: QuantSettings
-) -> str:
+def _row_order(name: str, their_values: torch.Tensor, trained: _Trained) -> str:
     """Whether gate and up rows were exchanged, or mixed up as stacked for interleaved."""
     match = EXPERT_MATRIX.fullmatch(name)
     if match is None or match[3] == "down_proj":
         return ""
     stem, first = f"{match[1]}.{match[2]}", match[3] == "gate_proj"
-    names = {f"{stem}.gate_proj.weight", f"{stem}.up_proj.weight"}
-    if not names <= {*trainer.packed_names, *trainer.dense_names}:
+    names = [f"{stem}.{side}.weight" for side in ("gate_proj", "up_proj")]
+    if not set(names) <= trained.names:
         return ""
-    gate, up = (
-        unpack(_trained(f"{stem}.{side}.weight", trainer, settings), dtype=torch.float32)
-        for side in ("gate_proj", "up_proj")
-    )
+    gate, up = map(trained.values, names)
     if torch.equal(their_values, up if first else gate):
         return "gate and up are exchanged"
     stacked, taken = torch.cat((gate, up)), torch.stack((gate, up), 1).flatten(0, 1)

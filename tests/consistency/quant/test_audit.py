@@ -179,6 +179,14 @@ def test_layers_that_one_side_quantises_alone_and_tensors_of_one_side_are_found(
     found = statuses({"n": norm}, {"o": norm, expert: w}, **own)
     assert found == {"n": "not compared", "o": "not compared", expert: "missing"}
     assert statuses({expert: packed}, {}) == {expert: "unknown"}
+    # Dense in the engine is no fault while it holds the values that the trainer computes with.
+    for side in (packed, w, qdq(w, RCEIL)):
+        served = {linear: qdq(w, RCEIL).bfloat16()}
+        assert statuses(served, {linear: side}, targets="linears") == {linear: "equal"}
+    served = {linear: w.bfloat16()}
+    assert statuses(served, {linear: w}, targets="linears") == {linear: "not packed"}
+    options = {"targets": "linears", "exclude": (linear,)}
+    assert statuses(served, {linear: w}, **options) == {linear: "equal"}
     assert statuses({"i": norm.to(torch.int64)}, {"i": norm}) == {"i": "not compared"}
     unquantised = only({NAME: pack(w, RCEIL)}, {NAME: w.t().contiguous()})
     assert unquantised.status == "differs" and unquantised.cause.endswith("transposed")
